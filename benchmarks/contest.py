@@ -2,6 +2,7 @@
 
 A *cell* is one training setting. Each round goes through all cells, and in each cell through all contestants, one at a
 time, in random order. Results are saved after each contestant; ``--resume`` continues with them, within a round, too.
+Without it a benchmark does not begin if its file exists, unless ``--overwrite`` replaces the file.
 """
 
 from __future__ import annotations
@@ -275,10 +276,15 @@ def begin(options: argparse.Namespace, setting: dict[str, Any], environment: dic
     """Make empty results, or read those to continue.
 
     Raises:
-        SystemExit: the existing results were measured with other options.
+        SystemExit: the existing results were measured with other options, or are neither to be continued nor replaced.
     """
-    if not (options.resume and options.out.exists()):
+    if options.overwrite or not options.out.exists():
         return {"environment": environment, "setting": setting, "cells": {}}
+    if not options.resume:
+        raise SystemExit(
+            f"{options.out} exists; expected a new file: continue its results with --resume, name another file with "
+            "--out, or replace it with --overwrite"
+        )
     result: dict[str, Any] = json.loads(options.out.read_text())
     environment = dict(environment)
     run = {key: environment.pop(key) for key in ("date", "command")}
@@ -288,7 +294,7 @@ def begin(options: argparse.Namespace, setting: dict[str, Any], environment: dic
         there, here = (", ".join(f"{key}={values[key]!r}" for key in differing) for values in (old, new))
         raise SystemExit(
             f"{options.out} was measured with {there}; expected {here}: "
-            "leave out --resume, or name another file with --out"
+            "name another file with --out, or replace this one with --overwrite instead of --resume"
         )
     result["environment"] = environment | result["environment"]
     result["environment"].setdefault("resumed", []).append(run)
@@ -306,5 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rounds: int) -> No
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed; default: this one")
-    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
-    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--out", type=Path, default=out, help="file of the results; an existing one is not replaced")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="continue the results in --out")
+    existing.add_argument("--overwrite", action="store_true", help="replace the results in --out")

@@ -33,6 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the last one, so th
 from benchmarks.transformer import Block
 from lightning_zero import ZeroStrategy
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.storage import WORK_LOG, Lane, Phase, Ticket, staged, streams, work_log
 from lightning_zero.storage.work_log import EXPOSED
 from lightning_zero.update import native
@@ -45,7 +46,6 @@ LAYERS, HEADS, WIDTH, VOCABULARY, TOKENS, SEQUENCES = 48, 32, 4096, 50304, 1024,
 STEPS = 5  # number of steps; one is measured, after the first ones, which allocate
 MEASURED = 3  # number of the measured step, from 0
 LAUNCH = 5e-6  # seconds of each operation on the device in addition to its work, at every scale
-BUCKET_MB, PERSISTENT = 25.0, 10_000  # the defaults of the strategy, which are scaled with the model
 NAMES = {0: "none", 1: "compute", 2: "to_device", 3: "to_host", 4: "network"}  # of the device's resources
 
 Job = dict[str, Any]
@@ -213,13 +213,11 @@ class ClockedWork(streams._Work):
 class ClockedExecutor(streams.StreamExecutor):
     """An executor whose threads have clocks: a job begins after it was submitted and the previous one has ended."""
 
-    limit: int
-    staging: int
     host: Host
     clock: Any
 
-    def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
-        super().__init__(device, self.limit, self.staging)  # the scaled limits, whatever the arguments are
+    def __init__(self, device: torch.device, in_flight_bytes: int, staging_bytes: int) -> None:
+        super().__init__(device, in_flight_bytes, staging_bytes)
         self._order = Order(self.clock.now)
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:
@@ -280,7 +278,7 @@ class Marks(L.Callback):
         event.record()
         self._events.append(event)
         if step == MEASURED - 1:
-            WORK_LOG.start(self._device, Phase.OTHER)
+            self._recording = WORK_LOG.start(self._device, Phase.OTHER)
             self._before = self._host.seconds, Counter(self._host.copied)
         if step == MEASURED + 1:
             self.host_seconds = (self._host.seconds - self._before[0]) / 2
@@ -289,8 +287,8 @@ class Marks(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.strategy.engine.await_updates()  # type: ignore[attr-defined]
-        logged = WORK_LOG._zero[0]
-        self.spans = WORK_LOG.stop()
+        logged, _ = self._recording.zero
+        self.spans = self._recording.stop()
         self.begins = [self._zero.elapsed_time(event) / 1e3 for event in self._events]
         self.logged = self._zero.elapsed_time(logged) / 1e3
         self.peak = torch.accelerator.max_memory_allocated(self._device)
@@ -342,18 +340,17 @@ def measure(job: Job) -> dict[str, Any]:
     copied = 6.0 if options["stage"] == 3 or split else 4.0
     host = Host(c, job["dram"] / square, copied)
     charge_kernels(host)
-    ClockedExecutor.limit, ClockedExecutor.staging = streams.DEFAULT_BYTES // square, streams.STAGING_BYTES // square
     ClockedExecutor.host, ClockedExecutor.clock = host, c
     streams.StreamExecutor = ClockedExecutor  # type: ignore[misc]
     GradientClipping._all_reduce = measure_in_turn  # type: ignore[method-assign]
     staged._LARGEST_TILE //= square
     work_log.time = SimpleNamespace(perf_counter=c.now)  # type: ignore[assignment]
-    if "prefetch_mb" in options:
-        options["prefetch_mb"] /= square
+    defaults = StrategyOptions()  # whose sizes are scaled with the model
+    for name in ("bucket_size_mb", "max_in_flight_mb", "staging_buffer_mb", "prefetch_mb"):
+        options[name] = options.get(name, getattr(defaults, name)) / square
     strategy = ZeroStrategy(
         **options,
-        bucket_size_mb=BUCKET_MB / square,
-        persistence_numel=PERSISTENT // job["scale"],
+        persistence_numel=defaults.persistence_numel // job["scale"],
         check_steps=0,
         preflight="off",
     )

@@ -1,9 +1,13 @@
 """Compares offloading by this package, DeepSpeed, FSDP2 and torchao for models that do not fit on one GPU.
 
-    DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]" torchao
-    python -m benchmarks.offload --deepspeed-python ../peers/bin/python
-    python -m benchmarks.offload --models 1.3b 6.7b --device-memory-gib 40 --resume
-    python -m benchmarks.offload --device sim --models tiny --tokens 128 --only zero2_offload zero3_offload --rounds 1
+    pip install torchao
+    DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]"
+    python -m benchmarks.offload --deepspeed-python ../peers/bin/python --out ../offload.json
+    python -m benchmarks.offload --models 1.3b 6.7b --only zero3_offload fsdp2 --out ../offload.json --resume
+    python -m benchmarks.offload --device sim --models tiny --tokens 128 --only zero2_offload zero3_offload --rounds 1 \
+        --out ../trial.json
+
+torchao runs in the environment of this command; `../peers` is another virtual environment, for DeepSpeed.
 
 A GPT-like language model of 1.3B, 2.7B, 6.7B or 10B parameters, with random weights, trains in bf16 by AdamW: 16
 sequences of 1024 tokens per step, in four micro-batches, with every block recomputed in backward, without clipping. The
@@ -43,10 +47,11 @@ Ratios to each peer are computed from seconds of the same round; their median an
 losses of all contestants must agree in every step and must fall, otherwise the run stops. If a contestant runs out of
 device or host memory, or refuses to start because its plan does not fit, the message is its result, and it is not
 started again. Any other failure ends the run. Results are saved after each contestant; `--resume` continues with saved
-results.
+results that were measured with the same settings, and `--overwrite` replaces them. Without either, the file `--out`
+must not exist; its default holds the results in `docs/strategies.md`.
 
-`--device sim` tries the program without a GPU, on the device of `tests/device`; `--device cpu` does so for fsdp2 and
-DeepSpeed. Neither says anything about speed.
+`--device sim` tries the program without a GPU, on the device of `tests/device`, which the first run compiles (it needs
+a C++ compiler); `--device cpu` does so for fsdp2 and DeepSpeed. Neither says anything about speed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Compares time and memory of an optimizer step on two CPU ranks by this package, DDP, FSDP2 and DeepSpeed.
 
     DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]"
-    python -m benchmarks.step --deepspeed-python ../peers/bin/python
-    python -m benchmarks.step --models 26m --precisions bf16 --micro-batches 1 --only zero2 fsdp2 --rounds 3
-    python -m benchmarks.step --against ../before --resume
+    python -m benchmarks.step --deepspeed-python ../peers/bin/python --out ../step.json
+    python -m benchmarks.step --models 26m --precisions bf16 --micro-batches 1 --only zero2 fsdp2 --rounds 3 \
+        --out ../small.json
+    python -m benchmarks.step --against ../before --out ../step.json --resume
 
 Every contestant trains the same model, from the same seed, on the same micro-batches, with AdamW. In every round the
 contestants run one at a time, each in two processes of its own (gloo), in random order. A cell of the results is a
@@ -24,6 +25,9 @@ model, a precision and a number of micro-batches; each round goes through all ce
   offloading its own AdamW, which it compiles. Skipped if its interpreter has no DeepSpeed.
 - before ...: the same strategies of another checkout of this package (`--against`).
 
+`--bf16-products fp32` lets all contestants multiply bf16 matrices in fp32 and round the products, on processors that
+have no instructions for bf16: torch's own products of bf16 would hide everything else there.
+
 Time is measured from the end of one optimizer step to the end of the step `--steps` later, including forward, backward,
 reduction, update, clearing of gradients and the loop around them; the slower rank's time counts. Ten steps come before,
 mostly with short sequences, for work that a system does in its first steps only (this package compares the order of the
@@ -32,8 +36,8 @@ imports and the fp32 initialization (`peak_gib`), and during the measured steps 
 
 Ratios to other contestants are computed from the same round; their median and minimum over the rounds are saved. All
 contestants that train must end with the same loss, otherwise the run stops. Results are saved after each contestant;
-`--resume` continues with saved results. A round that lacks a requested contestant is not complete, and another one is
-measured.
+`--resume` continues with saved results, and `--overwrite` replaces them; otherwise the file `--out` must not exist. A
+round that lacks a requested contestant is not complete, and another one is measured.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ BOUND = "forward_backward"  # it trains nothing
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2_offload")
 MODELS = ("26m", "200m")
 PRECISIONS = ("bf16", "fp32")
+SETTING = ("batch", "tokens", "warmup", "steps", "bf16_products")  # options that a rank gets
 BASE, BEFORE = "ddp", "before "
 MAX_SECONDS = 1800  # time limit of a contestant in a round
 LOSS = {"bf16": 0.02, "fp32": 1e-3}  # DeepSpeed rounds the initial weights to bf16, and `ddp_no_masters` all of them
@@ -148,7 +153,7 @@ def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> 
     variables = {"LOCAL_SIZE": RANKS, "OMP_NUM_THREADS": threads(), "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         job = {"system": contestant.system, "folder": folder, **vars(cell)}
-        job |= {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps")}
+        job |= {key: getattr(options, key) for key in SETTING}
         start = time.monotonic()
         results = run_ranks(contestant, RANK, job, RANKS, variables, MAX_SECONDS)
         taken = time.monotonic() - start
@@ -216,6 +221,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
+    parser.add_argument(
+        "--bf16-products",
+        default="bf16",
+        choices=("bf16", "fp32"),
+        help="dtype in which all contestants multiply bf16 matrices; fp32 for CPUs without bf16 instructions",
+    )
     parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before the measured ones, at least 1")
     parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
     parser.add_argument("--against", type=Path, help="another checkout of this package, for 'before'")
@@ -234,7 +245,7 @@ def main() -> None:
     field = contestants(options)
     # First, so that an error in these does not cost a measurement.
     check_interpreters(field, options.against)
-    setting = {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps", "seed")} | {"ranks": RANKS}
+    setting = {key: getattr(options, key) for key in (*SETTING, "seed")} | {"ranks": RANKS}
     result = begin(options, setting, environment_of(options))
     cells = [Cell(m, p, k) for m in options.models for p in options.precisions for k in options.micro_batches]
 

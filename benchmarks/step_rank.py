@@ -39,12 +39,13 @@ class Job(NamedTuple):
         system: name of the contestant.
         model: key of `MODELS`.
         precision: `"bf16"` or `"fp32"`.
+        bf16_products: `"fp32"` to compute products of bf16 matrices in fp32 (`multiply_in_fp32`), otherwise `"bf16"`.
         micro_batches: number of micro-batches per optimizer step.
         batch: number of sequences per micro-batch.
         tokens: number of tokens per sequence.
-        warmup: number of optimizer steps before the measured ones. The last one or two of them are like the measured
-            ones; the others have sequences of `SHORT` tokens, since they only trigger work that a system does in its
-            first steps.
+        warmup: number of optimizer steps before the measured ones. The last of them are like the measured ones, as
+            many as have two micro-batches; the others have sequences of `SHORT` tokens, since they only trigger work
+            that a system does in its first steps.
         steps: number of measured optimizer steps.
         folder: folder for the results.
     """
@@ -52,6 +53,7 @@ class Job(NamedTuple):
     system: str
     model: str
     precision: str
+    bf16_products: str
     micro_batches: int
     batch: int
     tokens: int
@@ -89,6 +91,31 @@ def build(job: Job) -> Model:
     return Model(*MODELS[job.model], job.tokens)
 
 
+def multiply_in_fp32() -> torch.library.Library:
+    """Replace torch's products of two matrices on CPUs, in this process, by ones that compute in fp32.
+
+    Results have the dtype of the operands. Where a processor has no instructions for bf16, torch's own products of bf16
+    are up to a hundred times as slow as those of fp32, in the backward of `nn.Linear` above all, and would hide what
+    a contestant does. Products inside of attention stay torch's.
+
+    Returns:
+        the registration, which ends with this object.
+    """
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        product = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+        return torch.mm(a.float(), b.float(), out=product).to(a.dtype)  # `out` is an operator that is not replaced
+
+    def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        result = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+        return torch.addmm(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha, out=result).to(a.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", mm, "CPU")
+    library.impl("addmm", addmm, "CPU")
+    return library
+
+
 def optimizer_of(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -96,7 +123,7 @@ def optimizer_of(parameters: Any) -> torch.optim.AdamW:
 def batches(job: Job) -> list[Tensor]:
     """All micro-batches of this rank."""
     draw = random.Random(dist.get_rank())
-    short = max(0, job.warmup - 2)
+    short = max(0, job.warmup - (2 if job.micro_batches == 1 else 1))
     lengths = [min(SHORT, job.tokens)] * short + [job.tokens] * (job.warmup - short + job.steps)
     return [counting(draw, job.batch, tokens) for tokens in lengths for _ in range(job.micro_batches)]
 
@@ -219,6 +246,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     clock = Clock(job.warmup, job.steps, dist.barrier)  # the slower rank's time counts
+    replaced = [multiply_in_fp32()] if (job.precision, job.bf16_products) == ("bf16", "fp32") else []
     run = next(run for start, run in RUNS.items() if job.system.startswith(start))
     loss = run(job, clock)[-1].double() / dist.get_world_size()
     dist.all_reduce(loss)
@@ -226,6 +254,7 @@ def main() -> None:
     Path(job.folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()  # peers may still read from this rank
     dist.destroy_process_group()
+    replaced.clear()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.integration.advice import provide_advice
-from lightning_zero.integration.names import register
+from lightning_zero.integration.registration import register
 from lightning_zero.version import __version__
 
 if TYPE_CHECKING:

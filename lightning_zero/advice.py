@@ -25,6 +25,7 @@ class Case(Enum):
     LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that was not multiplied by the loss scale
     NOT_FLUSHED = auto()  # a gradient is read or changed before it is averaged
     NOT_LAST_MICRO_BATCH = auto()  # a gradient is read or changed to which further micro-batches will be added
+    STEP_IN_BACKWARD = auto()  # a hook of autograd makes a step at stage 3
     NOT_ON_HOST = auto()  # a CPU optimizer got a parameter on a device
     MASTERS_NOT_ON_HOST = auto()  # a kernel for host memory got masters on a device
     MASTERS_NOT_FP32 = auto()  # a kernel that needs fp32 masters got others
@@ -40,6 +41,11 @@ class Case(Enum):
     DISK_FULL = auto()  # the disk for state is full
     DISK_DAMAGED = auto()  # the disk returned other data than were written
     NOT_IN_BACKWARD = auto()  # something cannot be combined with updates that begin in backward
+    NOT_PINNED = auto()  # host memory could not be pinned
+    SMALLEST_SCALE = auto()  # gradients overflow at the smallest loss scale
+    DIFFERENTIABLE = auto()  # an optimizer that a kernel runs has groups with `differentiable=True`
+    SKIPPED_TOO_OFTEN = auto()  # too many steps in a row were skipped
+    COMPILED_AS_A_WHOLE = auto()  # a compiled module contains units; the text has the field `name`
     TORN = auto()  # a step failed after some of its updates had been made and before others
     STEP_OF_ITS_OWN = auto()  # an optimizer overrides `step`; the driver has a hook for that purpose
 

@@ -7,11 +7,12 @@ torch has removed one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch import __future__ as future
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,11 +34,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "DEPENDS_ON_VALUES",
     "FLASH_ATTENTION",
+    "FOREACH",
     "GLOO_THREAD",
     "OPTIMIZER_HOOKS",
     "ORIGINAL",
+    "PRIVATE_METADATA",
     "READS_NUMBER",
     "SCHEDULE_OF_ONE_CYCLE",
+    "TO_COPY",
     "FakeTensor",
     "FakeTensorMode",
     "StorageInfo",
@@ -59,11 +63,14 @@ __all__ = [
     "make_parameter",
     "make_wrapper",
     "mark_for_schedulers",
+    "move_other_state",
     "no_subclass_functions",
     "no_torch_function",
     "no_torch_functions",
     "norms_of_each",
     "note_step",
+    "pass_versions",
+    "pickled_parameter",
     "pickled_tensor",
     "profiles",
     "registered_modules",
@@ -121,6 +128,16 @@ def norms_of_each(tensors: list[Tensor]) -> list[Tensor]:
 
 # The operator that reads a number from a tensor (`item()`, `float(tensor)`, `if tensor:`); it has no public name.
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+# The operator by which `to` converts and copies a tensor, and the beginning of the names of the operators that act on
+# each tensor of a list. A `__torch_dispatch__` sees them by name.
+TO_COPY: str = torch.ops.aten._to_copy.__name__
+FOREACH = "_foreach_"
+
+# Attributes and methods of a tensor that need only its metadata; a `__torch_function__` sees them by name.
+PRIVATE_METADATA = frozenset(
+    ("_grad", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_is_view")
+)
 
 
 def changes_arguments(operator: Any) -> bool:
@@ -225,13 +242,44 @@ def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def has_own_apply(module: nn.Module) -> bool:
-    """Whether a module's class overrides ``_apply``, as metrics do to move state that is no parameter or buffer."""
-    return type(module)._apply is not nn.Module._apply
+    """Whether a module's class overrides ``_apply``, as metrics do to move state that is no parameter or buffer.
+
+    Recurrent layers override it to lay their weights out anew.
+    """
+    return type(module)._apply not in (nn.Module._apply, nn.RNNBase._apply)
+
+
+def move_other_state(module: nn.Module, device: torch.device) -> None:
+    """Let a module that has an ``_apply`` of its own move its state to ``device``, but no parameter and no buffer."""
+    held = [*module.buffers(), *(t for p in module.parameters() for t in (p, p.grad) if t is not None)]
+    own = {id(tensor) for tensor in held}
+    overwrites, swaps = (
+        future.get_overwrite_module_params_on_conversion(),
+        future.get_swap_module_params_on_conversion(),
+    )
+    # Otherwise it would make new parameters of those that it leaves where they are.
+    future.set_overwrite_module_params_on_conversion(False)
+    future.set_swap_module_params_on_conversion(False)
+    try:
+        with no_subclass_functions():  # nothing reads the values of a parameter that is in shards
+            type(module)._apply(module, lambda tensor: tensor if id(tensor) in own else tensor.to(device))
+    finally:
+        future.set_overwrite_module_params_on_conversion(overwrites)
+        future.set_swap_module_params_on_conversion(swaps)
 
 
 def load_hooks(module: nn.Module) -> Iterable[Callable[..., None]]:
     """Hooks that rename keys before a module loads; public functions register them, but none runs them."""
     return module._load_state_dict_pre_hooks.values()
+
+
+def pass_versions(source: Mapping[str, Any], target: OrderedDict[str, Any], rename: Callable[[str], str]) -> None:
+    """Give one state dict the versions of modules that another one has, if any, with the modules' names changed.
+
+    ``state_dict()`` notes them in this attribute, from which ``load_state_dict`` reads them; no public name does.
+    """
+    if (versions := getattr(source, "_metadata", None)) is not None:
+        target._metadata = {rename(name): value for name, value in versions.items()}  # type: ignore[attr-defined]
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
@@ -292,6 +340,15 @@ def pickled_tensor(storage: UntypedStorage, like: Tensor) -> tuple[Callable[...,
     typed = TypedStorage(wrap_storage=storage, dtype=like.dtype, _internal=True)
     typed._fake_device = torch.device("cpu")
     return torch._utils._rebuild_tensor_v2, (typed, 0, like.size(), like.stride(), False, OrderedDict())
+
+
+def pickled_parameter(
+    values: Tensor, requires_grad: bool, attributes: dict[str, Any]
+) -> tuple[Callable[..., Parameter], tuple[Any, ...]]:
+    """The result of ``Parameter.__reduce_ex__`` for a parameter with ``values`` and attributes of user code."""
+    if not attributes:
+        return torch._utils._rebuild_parameter, (values, requires_grad, OrderedDict())
+    return torch._utils._rebuild_parameter_with_state, (values, requires_grad, OrderedDict(), attributes)
 
 
 def storage_in(obj: Any) -> UntypedStorage | None:

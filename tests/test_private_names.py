@@ -208,6 +208,7 @@ def test_an_imported_name_is_still_there(package: str, module: str, name: str) -
 # Attributes that functions of the file read: the class that has them, and how it gets them.
 ATTRIBUTES = {
     "_link_checkpoint": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
+    "_average_model": ("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging"),
     "_accelerator_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_checkpoint_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
@@ -255,6 +256,7 @@ def typed_storage() -> object:
 # By the private name that the file uses: an object of torch that has it.
 OWNERS: dict[str, Callable[[], object]] = {
     "nn.Module._apply": lambda: torch.nn.Module,
+    "nn.RNNBase._apply": lambda: torch.nn.RNNBase,
     "torch._C": lambda: torch,
     "torch._C._current_graph_task_id": lambda: torch._C,
     "torch._C._disabled_torch_function_impl": lambda: torch._C,
@@ -265,8 +267,11 @@ OWNERS: dict[str, Callable[[], object]] = {
     "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": lambda: torch.ops.aten,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda: torch.ops.aten,
+    "torch._utils._rebuild_parameter": lambda: torch._utils,
+    "torch._utils._rebuild_parameter_with_state": lambda: torch._utils,
     "torch._utils._rebuild_tensor_v2": lambda: torch._utils,
     "torch.ops.aten._local_scalar_dense": lambda: torch.ops.aten,
+    "torch.ops.aten._to_copy": lambda: torch.ops.aten,
     "_base": parameter,
     "_cdata": lambda: torch.UntypedStorage(1),
     "_checkpoint_offset": lambda: torch.UntypedStorage,
@@ -276,6 +281,7 @@ OWNERS: dict[str, Callable[[], object]] = {
     "_load_state_dict_pre_hooks": lambda: torch.nn.Linear(1, 1),
     "_make_subclass": lambda: torch.Tensor,
     "_make_wrapper_subclass": lambda: torch.Tensor,
+    "_metadata": lambda: torch.nn.Linear(1, 1).state_dict(),
     "_modules": lambda: torch.nn.Linear(1, 1),
     "_opt_called": stepped,
     "_optimizer_step_post_hooks": stepped,
@@ -293,6 +299,7 @@ OWNERS_OF_TEXTS: dict[str, Callable[[], object]] = {
     "DisableTorchFunction": lambda: torch._C,
     "DisableTorchFunctionSubclass": lambda: torch._C,
     torch_private.ORIGINAL: lambda: torch.compile(torch.nn.Linear(1, 1)),
+    **dict.fromkeys(sorted(torch_private.PRIVATE_METADATA), parameter),
     **dict.fromkeys(torch_private.OPTIMIZER_HOOKS, stepped),
     **dict.fromkeys(torch_private.SCHEDULE_OF_ONE_CYCLE, one_cycle),
 }

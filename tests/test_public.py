@@ -27,6 +27,16 @@ def test_importing_registers_the_strategies() -> None:
     assert sorted(n for n in StrategyRegistry.available_strategies() if n.startswith("zero")) == NAMES
 
 
+def test_each_class_registers_its_names() -> None:
+    """As Lightning's own classes do."""
+    fixed = [name for name in NAMES if name != "zero_auto"]
+    classes = (lightning_zero.ZeroStrategy, lightning_zero.ZeroAutoStrategy, lightning_zero.ZeroFabricStrategy)
+    for class_, names in zip(classes, (fixed, ["zero_auto"], NAMES), strict=True):
+        registry = type(StrategyRegistry)()
+        class_.register_strategies(registry)
+        assert sorted(registry) == names
+
+
 def test_importing_the_package_imports_no_engine() -> None:
     """Which keeps it fast: milliseconds after `lightning`, of which the strategies need the rest anyway."""
     code = "import lightning, lightning_zero, sys; print([m for m in sys.modules if m.startswith('lightning_zero.')])\n"
@@ -38,6 +48,7 @@ def test_importing_the_package_imports_no_engine() -> None:
             "lightning_zero.advice",
             "lightning_zero.integration.advice",
             "lightning_zero.integration.names",
+            "lightning_zero.integration.registration",
             "lightning_zero.version",
         ]
     )

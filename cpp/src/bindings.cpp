@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "lightning_zero/disk.h"
@@ -146,23 +146,16 @@ void convert_blocks(BlockFunction function, std::uintptr_t whole, std::uintptr_t
   convert_blocks_parallel(function, arrays, threads);
 }
 
-// A transfer as (file, address, bytes, offset), and a failure as (code, file, offset).
-using TransferTuple = std::tuple<int, std::uintptr_t, std::size_t, std::uint64_t>;
-using FailureTuple = std::tuple<int, int, std::uint64_t>;
+// A failure as (code, offset).
+using FailurePair = std::pair<int, std::uint64_t>;
 
-std::optional<FailureTuple> transfer(DiskPool& pool, const std::vector<TransferTuple>& tuples,
-                                     std::size_t alignment, bool write) {
-  std::vector<Transfer> transfers;
-  for (const auto& [file, address, bytes, offset] : tuples) {
-    transfers.push_back({file, pointer<void>(address), bytes, offset});
-  }
-  std::optional<TransferFailure> failure;
-  {
-    const py::gil_scoped_release release;
-    failure = pool.transfer(write ? Direction::write : Direction::read, transfers, alignment);
-  }
+std::optional<FailurePair> transfer(DiskPool& pool, int file, std::uintptr_t address, std::size_t bytes,
+                                    std::uint64_t offset, std::size_t alignment, bool write) {
+  const py::gil_scoped_release release;
+  const auto failure = pool.transfer(write ? Direction::write : Direction::read,
+                                     {file, pointer<void>(address), bytes, offset}, alignment);
   if (!failure) return std::nullopt;
-  return FailureTuple{failure->code, failure->file, failure->offset};
+  return FailurePair{failure->code, failure->offset};
 }
 
 // Makes an object. A std::system_error becomes an OSError with its errno.
@@ -320,8 +313,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("bind_threads", &bind_threads, py::arg("cores"), py::arg("together"));
 
   py::class_<DiskPool>(m, "DiskPool")
-      .def("transfer", &transfer, py::arg("transfers"), py::kw_only(), py::arg("alignment"),
-           py::arg("write"));
+      .def("transfer", &transfer, py::kw_only(), py::arg("file"), py::arg("address"), py::arg("nbytes"),
+           py::arg("offset"), py::arg("alignment"), py::arg("write"));
   py::class_<DiskThreads, DiskPool>(m, "DiskThreads")
       .def(py::init(&make<DiskThreads, std::size_t, std::size_t>), py::kw_only(), py::arg("depth"),
            py::arg("block"));
@@ -363,7 +356,10 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def(
       "read_table",
       [](std::int64_t process, std::uintptr_t table, std::size_t count, std::size_t bytes,
-         std::uintptr_t pieces) { return read_table(process, table, count, bytes, pointer<Piece>(pieces)); },
+         std::uintptr_t pieces) {
+        const py::gil_scoped_release release;
+        return read_table(process, table, count, bytes, pointer<Piece>(pieces));
+      },
       py::arg("process"), py::arg("table"), py::arg("count"), py::arg("nbytes"), py::arg("pieces"));
   m.def(
       "read_pieces",

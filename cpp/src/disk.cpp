@@ -45,17 +45,13 @@ Block::Next Block::take(std::int64_t result) {
 }
 
 std::optional<Block> Cutter::next() {
-  while (transfer_ < transfers_.size() && start_ >= transfers_[transfer_].bytes) {
-    ++transfer_;
-    start_ = 0;
-  }
-  if (transfer_ == transfers_.size()) return std::nullopt;
-  const Transfer& whole = transfers_[transfer_];
+  if (start_ == whole_.bytes) return std::nullopt;
   const std::size_t start = start_;
-  start_ += std::min(block_, whole.bytes - start);
-  return Block(direction_,
-               {whole.file, static_cast<char*>(whole.memory) + start, start_ - start, whole.offset + start},
-               alignment_);
+  start_ += std::min(block_, whole_.bytes - start);
+  return Block(
+      direction_,
+      {whole_.file, static_cast<char*>(whole_.memory) + start, start_ - start, whole_.offset + start},
+      alignment_);
 }
 
 void note_failure(std::optional<TransferFailure>& first, const TransferFailure& failure) {
@@ -66,11 +62,11 @@ DiskPool::DiskPool() : process_(getpid()) {}
 
 bool DiskPool::forked() const { return process_ != getpid(); }
 
-std::optional<TransferFailure> DiskPool::transfer(Direction direction, const std::vector<Transfer>& transfers,
+std::optional<TransferFailure> DiskPool::transfer(Direction direction, const Transfer& transfer,
                                                   std::size_t alignment) {
   if (forked())
     throw std::logic_error("a DiskPool cannot be used in the child of a fork; make a new one there");
-  return run(direction, transfers, alignment);
+  return run(direction, transfer, alignment);
 }
 
 }  // namespace lightning_zero

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "lightning_zero/disk.h"
 
@@ -34,7 +33,7 @@ class Block {
   // Notes the result of a transfer of `rest`: the number of bytes transferred, or a negative errno.
   Next take(std::int64_t result);
 
-  TransferFailure failure() const { return {code_, rest_.file, rest_.offset}; }
+  TransferFailure failure() const { return {code_, rest_.offset}; }
 
  private:
   Direction direction_ = Direction::read;
@@ -45,22 +44,20 @@ class Block {
   int code_ = 0;
 };
 
-// Cuts transfers into blocks, in order.
+// Cuts a transfer into blocks, in order.
 class Cutter {
  public:
-  Cutter(Direction direction, const std::vector<Transfer>& transfers, std::size_t alignment,
-         std::size_t block)
-      : direction_(direction), transfers_(transfers), alignment_(alignment), block_(block) {}
+  Cutter(Direction direction, const Transfer& transfer, std::size_t alignment, std::size_t block)
+      : direction_(direction), whole_(transfer), alignment_(alignment), block_(block) {}
 
   std::optional<Block> next();
 
  private:
   const Direction direction_;
-  const std::vector<Transfer>& transfers_;
+  const Transfer whole_;
   const std::size_t alignment_;
   const std::size_t block_;
-  std::size_t transfer_ = 0;
-  std::size_t start_ = 0;  // position in this transfer
+  std::size_t start_ = 0;  // position of the next block in the transfer
 };
 
 // Keeps the failure with the smaller offset in `first`.

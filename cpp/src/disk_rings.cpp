@@ -16,12 +16,11 @@ constexpr std::size_t kMostRequests = 4096;  // per ring; the kernel allows 3276
 // nothing is thrown then, and the memory that the kernel fills stays valid.
 class Session {
  public:
-  Session(Ring& ring, std::size_t depth, void (*pause)()) : ring_(ring), pause_(pause), slots_(depth) {
-    pushed_.reserve(depth);
-  }
+  Session(std::size_t depth, void (*pause)()) : pause_(pause), slots_(depth) { pushed_.reserve(depth); }
 
   // Returns when all requests have ended.
-  std::optional<TransferFailure> run(Cutter cutter) {
+  std::optional<TransferFailure> run(Ring& ring, Cutter cutter) {
+    ring_ = &ring;
     while (true) {
       push_more(cutter);
       if (pushed_.empty() && under_way_ == 0) return failure_;
@@ -51,7 +50,7 @@ class Session {
 
   void push(std::size_t tag) {
     const Block& block = slots_[tag].block;
-    ring_.push(block.direction(), block.rest(), tag);
+    ring_->push(block.direction(), block.rest(), tag);
     pushed_.push_back(tag);
   }
 
@@ -60,7 +59,7 @@ class Session {
       pause_();
       return;
     }
-    const int submitted = ring_.submit();
+    const int submitted = ring_->submit();
     if (submitted > 0) {
       pushed_.erase(pushed_.begin(), pushed_.begin() + submitted);
       under_way_ += static_cast<std::size_t>(submitted);
@@ -75,7 +74,7 @@ class Session {
   }
 
   void reap() {
-    for (Completion completion{}; ring_.pop(&completion);) {
+    for (Completion completion{}; ring_->pop(&completion);) {
       --under_way_;
       refused_ = 0;
       Slot& slot = slots_[completion.tag];
@@ -92,14 +91,14 @@ class Session {
   void give_up(int code) {
     broken_ = true;
     for (const Slot& slot : slots_) {
-      if (slot.busy) note_failure(failure_, {code, slot.block.rest().file, slot.block.rest().offset});
+      if (slot.busy) note_failure(failure_, {code, slot.block.rest().offset});
     }
-    ring_.withdraw();
+    ring_->withdraw();
     for (const std::size_t tag : pushed_) slots_[tag].busy = false;
     pushed_.clear();
   }
 
-  Ring& ring_;
+  Ring* ring_ = nullptr;
   void (*const pause_)();
   std::vector<Slot> slots_;
   std::vector<std::size_t> pushed_;  // tags of queued requests that were not submitted, in order
@@ -116,17 +115,16 @@ DiskRings::DiskRings(std::size_t depth, std::size_t block, MakeRing make, void (
   give(take());
 }
 
-std::optional<TransferFailure> DiskRings::run(Direction direction, const std::vector<Transfer>& transfers,
+std::optional<TransferFailure> DiskRings::run(Direction direction, const Transfer& transfer,
                                               std::size_t alignment) {
-  if (transfers.empty()) return std::nullopt;
+  Session session(depth_, pause_);  // before there is a ring, which would be lost if there was no memory
   std::unique_ptr<Ring> ring;
   try {
     ring = take();
   } catch (const std::system_error& error) {
-    return TransferFailure{error.code().value(), transfers.front().file, transfers.front().offset};
+    return TransferFailure{error.code().value(), transfer.offset};
   }
-  Session session(*ring, depth_, pause_);
-  const auto failure = session.run(Cutter(direction, transfers, alignment, block_));
+  const auto failure = session.run(*ring, Cutter(direction, transfer, alignment, block_));
   if (session.broken()) ring.reset();
   give(std::move(ring));
   return failure;
@@ -136,8 +134,9 @@ std::unique_ptr<Ring> DiskRings::take() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (idle_.empty()) {
     try {
+      idle_.reserve(rings_ + 1);
       std::unique_ptr<Ring> made = make_(depth_);
-      idle_.reserve(++rings_);
+      ++rings_;
       return made;
     } catch (const std::system_error&) {  // a limit of the system: use the existing rings
       if (rings_ == 0) throw;

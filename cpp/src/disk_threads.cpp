@@ -1,9 +1,10 @@
 #include <cerrno>
 #include <condition_variable>
-#include <deque>
+#include <exception>
+#include <list>
 #include <mutex>
-#include <system_error>
 #include <thread>
+#include <vector>
 
 #include "disk_blocks.h"
 #include "lightning_zero/disk.h"
@@ -49,7 +50,7 @@ class DiskThreads::Workers {
   Workers(std::size_t threads, std::size_t block, const DiskCalls& calls) : calls_(calls), block_(block) {
     try {
       while (threads_.size() < threads) threads_.emplace_back(&Workers::work, this);
-    } catch (const std::system_error&) {  // a limit of the system: use the existing threads
+    } catch (const std::exception&) {  // a limit of the system, or no memory: use the existing threads
       if (threads_.empty()) throw;
     }
   }
@@ -63,15 +64,14 @@ class DiskThreads::Workers {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
-                                     std::size_t alignment) {
+  std::optional<TransferFailure> run(Direction direction, const Transfer& transfer, std::size_t alignment) {
     Job job;
-    Cutter cutter(direction, transfers, alignment, block_);
+    std::list<Waiting> blocks;  // threads see all of them or, if there is not enough memory, none
+    Cutter cutter(direction, transfer, alignment, block_);
+    while (const std::optional<Block> block = cutter.next()) blocks.push_back({&job, *block});
+    job.open = blocks.size();
     std::unique_lock<std::mutex> lock(mutex_);
-    while (const std::optional<Block> block = cutter.next()) {
-      blocks_.push_back({&job, *block});
-      ++job.open;
-    }
+    blocks_.splice(blocks_.end(), blocks);
     wake_.notify_all();
     done_.wait(lock, [&job] { return job.open == 0; });
     return job.failure;
@@ -105,7 +105,7 @@ class DiskThreads::Workers {
   std::mutex mutex_;  // guards the members below, and the jobs
   std::condition_variable wake_;
   std::condition_variable done_;
-  std::deque<Waiting> blocks_;
+  std::list<Waiting> blocks_;
   bool ends_ = false;
   std::vector<std::thread> threads_;
 };
@@ -118,9 +118,9 @@ DiskThreads::~DiskThreads() {
   if (forked()) static_cast<void>(workers_.release());
 }
 
-std::optional<TransferFailure> DiskThreads::run(Direction direction, const std::vector<Transfer>& transfers,
+std::optional<TransferFailure> DiskThreads::run(Direction direction, const Transfer& transfer,
                                                 std::size_t alignment) {
-  return workers_->run(direction, transfers, alignment);
+  return workers_->run(direction, transfer, alignment);
 }
 
 }  // namespace lightning_zero

@@ -14,12 +14,15 @@ bool always() { return true; }
 #ifdef LIGHTNING_ZERO_X86
 // __builtin_cpu_supports also checks that the operating system saves the wide registers.
 bool has_avx2() {
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
   // F16C by CPUID: older compilers do not know its name. From the operating system it needs only AVX support.
-  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  // Once, since each CPUID of a virtual machine takes tens of microseconds, and each kernel asks.
+  static const bool f16c = [] {
+    unsigned eax = 0;
+    unsigned ebx = 0;
+    unsigned ecx = 0;
+    unsigned edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  }();
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 

@@ -3,42 +3,71 @@
 #include <pthread.h>
 #ifdef __linux__
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <list>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
+#include <utility>
 
 namespace lightning_zero {
 namespace {
 
 #ifdef __linux__
-cpu_set_t allowed_cores() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  sched_getaffinity(0, sizeof allowed, &allowed);
-  return allowed;
-}
-#endif
+// A set of cores. A cpu_set_t ends at core 1023, so there may be several, one behind the other.
+class CoreSet {
+ public:
+  // The cores that the process may run on: those of its first thread, since the calling thread may be bound
+  // to some of them. Empty if the system does not say.
+  static CoreSet of_process() {
+    constexpr std::size_t kMost = 1024;
+    for (std::size_t number = 1; number <= kMost; number *= 2) {
+      CoreSet cores(number);
+      if (sched_getaffinity(getpid(), cores.bytes(), cores.sets_.data()) == 0) return cores;
+      if (errno != EINVAL) break;  // EINVAL: the system has more cores than the set
+    }
+    return CoreSet(1);
+  }
 
-// The cores that threads are bound to: each thread to one core, or each to all of them.
-struct Binding {
-  std::vector<int> cores;
-  bool together = false;
+  bool has(int core) const {
+    return core >= 0 && CPU_ISSET_S(static_cast<std::size_t>(core), bytes(), sets_.data());
+  }
+
+  // The set of these cores, which are in this one.
+  CoreSet only(const std::vector<int>& cores) const {
+    CoreSet found(sets_.size());
+    for (const int core : cores) CPU_SET_S(static_cast<std::size_t>(core), bytes(), found.sets_.data());
+    return found;
+  }
+
+  // bind_threads has checked the cores; if one is not available any more, the thread is not bound.
+  void bind_this_thread() const { pthread_setaffinity_np(pthread_self(), bytes(), sets_.data()); }
+
+ private:
+  explicit CoreSet(std::size_t number) : sets_(number) {}
+  std::size_t bytes() const { return sets_.size() * sizeof(cpu_set_t); }
+
+  std::vector<cpu_set_t> sets_;
 };
+
+// The cores of the k-th thread are those of binding[k % binding.size()].
+using Binding = std::vector<CoreSet>;
 
 // The binding of the last call of bind_threads; null before the first. Bindings are never freed, since a
 // thread or the child of a fork may still read one.
 std::atomic<const Binding*> told_binding{nullptr};
+#endif
 
 // A thread's part of the pieces of a job; it has a cache line of its own.
 struct alignas(64) Part {
@@ -87,7 +116,7 @@ class ThreadPool {
       for (; workers_ + 1 < threads; ++workers_) {
         std::thread(&ThreadPool::work, this, workers_ + 1).detach();
       }
-    } catch (const std::system_error&) {  // a limit of the system: use the existing threads
+    } catch (const std::exception&) {  // a limit of the system, or no memory: use the existing threads
       return workers_ + 1;
     }
     return threads;
@@ -95,7 +124,9 @@ class ThreadPool {
 
   // The loop of a worker. Workers are never joined; they sleep when the process exits.
   void work(std::size_t thread) {
+#ifdef __linux__
     const Binding* bound = nullptr;
+#endif
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       Job* job = nullptr;
@@ -103,10 +134,12 @@ class ThreadPool {
       const std::uint64_t seen = newest_;
       job->joined[thread] = true;
       ++job->busy;
+#ifdef __linux__
       if (const Binding* const binding = told_binding; binding != bound) {
         bound = binding;
-        bind_self(thread, *binding);
+        (*binding)[(thread - 1) % binding->size()].bind_this_thread();
       }
+#endif
       lock.unlock();
       const bool finished = take_pieces(*job, thread, seen);
       lock.lock();
@@ -138,28 +171,6 @@ class ThreadPool {
     return true;
   }
 
-  void bind_self(std::size_t thread, const Binding& binding) const {
-#ifdef __linux__
-    cpu_set_t cores = allowed_;
-    if (const std::vector<int>& named = binding.cores; !named.empty()) {
-      CPU_ZERO(&cores);
-      if (binding.together) {
-        for (const int core : named) CPU_SET(core, &cores);
-      } else {
-        CPU_SET(named[(thread - 1) % named.size()], &cores);
-      }
-    }
-    // bind_threads has checked the cores; if one is not available any more, the thread is not bound.
-    pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
-#else
-    static_cast<void>(thread);
-    static_cast<void>(binding);
-#endif
-  }
-
-#ifdef __linux__
-  const cpu_set_t allowed_ = allowed_cores();
-#endif
   std::mutex mutex_;  // guards the members below, and all of a job except its parts and its piece
   std::condition_variable wake_;
   std::condition_variable done_;
@@ -194,21 +205,30 @@ void parallel_for(std::size_t count, std::size_t threads, const std::function<vo
 
 void bind_threads(const std::vector<int>& cores, bool together) {
 #ifdef __linux__
-  const cpu_set_t allowed = allowed_cores();
+  const CoreSet allowed = CoreSet::of_process();
   for (const int core : cores) {
-    if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &allowed)) {
+    if (!allowed.has(core)) {
       throw std::invalid_argument("core " + std::to_string(core) +
                                   " is not one that this process may run on");
     }
   }
-#else
-  if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
-#endif
+  Binding binding;
+  if (cores.empty()) {
+    binding.push_back(allowed);
+  } else if (together) {
+    binding.push_back(allowed.only(cores));
+  } else {
+    for (const int core : cores) binding.push_back(allowed.only({core}));
+  }
   static std::mutex mutex;
   static auto* const told = new std::list<Binding>;  // all bindings so far: see told_binding
   const std::lock_guard<std::mutex> lock(mutex);
-  told->push_back({cores, together});
+  told->push_back(std::move(binding));
   told_binding = &told->back();
+#else
+  static_cast<void>(together);
+  if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
+#endif
 }
 
 void fill_with_zeros(void* memory, std::size_t bytes, std::size_t threads) {

@@ -26,7 +26,7 @@ constexpr std::size_t kPiecesPerThread = 4;
 constexpr std::size_t kStream = std::size_t{1} << 22;
 
 std::size_t piece_length(std::size_t count, std::size_t threads) {
-  const std::size_t even = count / (threads * kPiecesPerThread) / kBlockLength * kBlockLength;
+  const std::size_t even = count / threads / kPiecesPerThread / kBlockLength * kBlockLength;
   return std::clamp(even, kSmallest, kLargest);
 }
 

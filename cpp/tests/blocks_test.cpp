@@ -20,6 +20,12 @@ namespace {
 constexpr std::size_t kCounts[] = {0, 1, 15, 16, 31, 32, 33, 100, 255, 256, 257, 271, 512, 700};
 constexpr std::size_t kLeads[] = {0, 1, 16, 240, 255};
 
+// The number of blocks that contain any of `count` elements, the first of which is element `lead` of its
+// block.
+std::size_t blocks_touched(std::size_t lead, std::size_t count) {
+  return count == 0 ? 0 : (lead + count + kBlockLength - 1) / kBlockLength;
+}
+
 struct Converted {
   Converted(std::size_t lead, std::size_t count)
       : whole(4, count, 1), codes(1, count, 3), scales(1, blocks_touched(lead, count), 1) {}

@@ -35,7 +35,7 @@ TEST_P(ParallelTest, UpdateDoesNotDependOnTheThreads) {
     const Problem problem{rule_named("AdamW"), layout, DType::bfloat16, DType::bfloat16, kSeveralPieces, 1};
     Arrays expected(problem);
     problem.rule.run(kernels(), expected.view(), kKey, 1);
-    for (const std::size_t threads : {2, 3, 7}) {
+    for (const std::size_t threads : {std::size_t{2}, std::size_t{3}, std::size_t{7}, SIZE_MAX / 4 + 1}) {
       Arrays actual(problem);
       problem.rule.run(kernels(), actual.view(), kKey, threads);
       ASSERT_TRUE(same_arrays(expected, actual)) << problem << ", " << threads << " threads";

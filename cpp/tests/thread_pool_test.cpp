@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -284,6 +285,31 @@ TEST_F(BindThreadsTest, WithoutCoresReleasesThem) {
   cores_of_threads(4);
   bind_threads({});
   for (const std::vector<int>& cores : cores_of_threads(4)) EXPECT_EQ(cores, allowed_);
+}
+
+TEST_F(BindThreadsTest, WithoutCoresTheyAreThoseOfTheProcess) {
+  // Not those of a thread that makes or releases them, which may itself be bound to some of them.
+  std::thread([&] {
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(allowed_.back(), &own);
+    ASSERT_EQ(sched_setaffinity(0, sizeof own, &own), 0);
+    calls_of_pieces(4, 4);
+    bind_threads({allowed_.front()});
+    bind_threads({});
+    const auto cores = cores_of_threads(4);
+    EXPECT_EQ(cores[0], std::vector<int>{allowed_.back()});
+    for (std::size_t k = 1; k < 4; ++k) EXPECT_EQ(cores[k], allowed_) << k;
+  }).join();
+}
+
+TEST_F(BindThreadsTest, BindsWhereThereMayBeMoreCoresThanASetHolds) {
+  // The system refuses sets without room for all cores that it may have.
+  const std::vector<Refusal> refusals = {{SYS_sched_getaffinity, EINVAL, 1, sizeof(cpu_set_t)}};
+  if (!with_refusals(refusals, [&] { bind_threads({allowed_.back()}); })) {
+    GTEST_SKIP() << "the system has no filters of calls";
+  }
+  EXPECT_EQ(cores_of_threads(3)[2], std::vector<int>{allowed_.back()});
 }
 
 TEST_F(BindThreadsTest, RefusesCoresAndKeepsWhatWas) {

@@ -2,7 +2,8 @@
 
     python examples/gpt2/fabric.py strategy=zero2_offload trainer.devices=2
 
-The configuration is that of train.py; from the group `trainer` the loop below uses only some options.
+The configuration is that of train.py. Of the group `trainer` it takes accelerator, devices, num_nodes, max_steps,
+accumulate_grad_batches, val_check_interval, gradient_clip_val and gradient_clip_algorithm, as train.py does.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from data import HeldOutWindows, RandomWindows, WindowedData
 from hydra.utils import instantiate
 from model import LanguageModel
 from omegaconf import DictConfig
-from options import check_options
+from options import OF_LOOP, check_options
 from rich.progress import Progress
 
 from lightning_zero import hydra_main
@@ -23,7 +24,7 @@ from lightning_zero.config import ConfigError, build_fabric, build_optimizers
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
     """Train and validate, and write a checkpoint from which another run can resume: `ckpt_path=.../last.ckpt`."""
-    check_options(cfg, "seed", "ckpt_path", "strategy.start_method")
+    check_options(cfg, "seed", "ckpt_path", "strategy.start_method", *OF_LOOP)
     if cfg.ckpt_path in ("last", "hpc"):
         raise ConfigError(
             f"ckpt_path={cfg.ckpt_path!r} is a name that only the Trainer knows: give the path of a checkpoint, such "
@@ -47,30 +48,35 @@ def main(cfg: DictConfig) -> None:
     if cfg.ckpt_path is not None:
         fabric.load(cfg.ckpt_path, state)
 
+    clip_by = "clip_val" if cfg.trainer.gradient_clip_algorithm == "value" else "max_norm"
+    interval = cfg.trainer.val_check_interval or len(windows)
     with Progress(disable=rank > 0) as progress:
         bar = progress.add_task("", total=steps, completed=state["step"])
-        for number, batch in enumerate(windows, start=windows.position + 1):
-            if state["step"] == steps:
-                break
+        for number, batch in zip(range(windows.position + 1, len(windows) + 1), windows, strict=False):
             with fabric.no_backward_sync(sharded, enabled=number % accumulate > 0):
                 loss = sharded.training_step(fabric.to_device(batch))
                 fabric.backward(loss / accumulate)
-            if number % accumulate:
-                continue
-            if cfg.trainer.gradient_clip_val:
-                fabric.clip_gradients(sharded, optimizer, max_norm=cfg.trainer.gradient_clip_val)
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-            state["step"] += 1
-            progress.update(bar, advance=1, description=f"train loss {loss:.3f}")
-            if number % cfg.trainer.val_check_interval == 0 or state["step"] == steps:
+            if number % accumulate == 0:
+                if clip := cfg.trainer.gradient_clip_val:
+                    fabric.clip_gradients(sharded, optimizer, **{clip_by: clip}, error_if_nonfinite=False)
+                skipped = skipped_steps(fabric)
+                optimizer.step()
+                optimizer.zero_grad()
+                if scheduler is not None and skipped_steps(fabric) == skipped:
+                    scheduler.step()
+                state["step"] += 1
+                progress.update(bar, advance=1, description=f"train loss {loss:.3f}")
+            if number % interval == 0 or number == len(windows):
                 val_loss = validate(fabric, sharded, data)
                 if rank == 0:
                     progress.print(f"step {state['step']}: validation loss {val_loss:.6f} nats per token")
 
     fabric.save(Path(cfg.run_dir) / "last.ckpt", state)
+
+
+def skipped_steps(fabric: L.Fabric) -> int:
+    """How many steps were skipped because a gradient was not finite; other strategies do not say it."""
+    return getattr(fabric.strategy, "skipped_steps", 0)
 
 
 @torch.no_grad()

@@ -33,7 +33,21 @@ RULES = {
         "popen (or start the ranks by torchrun): the others keep the results in the processes that they start",
     ),
     "ckpt_path": (is_resumable, "an existing file or sharded folder, or null to start anew"),
+    "max_steps": (lambda steps: type(steps) is int and steps > 0, "an integer of at least 1, such as 2000"),
+    "gradient_clip_algorithm": (lambda name: name in (None, "norm", "value"), "norm or value"),
+    "val_check_interval": (
+        lambda count: count is None or (type(count) is int and count > 0),
+        "an integer of at least 1, which counts micro-batches, or null to validate at the end; this loop has no epochs",
+    ),
+    "check_val_every_n_epoch": (lambda count: count is None, "null: this loop has no epochs"),
 }
+# The options of the group `trainer` of which Lightning knows more values than the loop in fabric.py.
+OF_LOOP = (
+    "trainer.max_steps",
+    "trainer.gradient_clip_algorithm",
+    "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch",
+)
 
 
 def check_options(cfg: DictConfig, *names: str) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_zero.integration.strategy import ZeroStrategy
 from lightning_zero.storage import WORK_LOG, Lane, Phase, Span
 from lightning_zero.storage.threads import FILE_LANES
-from lightning_zero.storage.work_log import EXPOSED, TRAINING
+from lightning_zero.storage.work_log import EXPOSED, TRAINING, LaneSeconds, Recording
 from lightning_zero.version import __version__
 
 _TRACKS = (TRAINING, EXPOSED, *(lane.name for lane in Lane))
@@ -26,8 +26,9 @@ class Trace(pl.Callback):
     """Writes a timeline of a few steps to a file for each rank, for https://ui.perfetto.dev.
 
     Each *lane* is a track: copies to the device (``H2D``) and to host memory (``D2H``), work on host memory (``HOST``),
-    reads and writes of a disk (with a second track, such as ``READ 2``, for two at the same time), collectives that are
-    issued beside the training (``COMM``), and computations of the device beside the training for an update (``SIDE``).
+    reads and writes of a disk (with a second track, such as ``READ 2``, for two at the same time), reductions of
+    gradients (``REDUCE``), gathers of shards that come from host memory (``GATHER``) or were updated under the forward
+    (``COMM``), and computations of the device beside the training for an update (``SIDE``).
     A slice is one piece of work, with the name of its bucket. The track ``training`` shows the phases of
     :class:`Breakdown`. The track ``exposed`` shows the work for which the training waited, by name and lane; all other
     work of lanes overlaps with the training. Under ``otherData`` a file states for how many seconds each lane was busy,
@@ -59,7 +60,7 @@ class Trace(pl.Callback):
         self.first_step = first_step
         self.steps = steps
         self._begin: int | None = None  # `global_step` at the start of a fit that has not been traced yet
-        self._running = False
+        self._recording: Recording | None = None  # while it runs
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,21 +75,23 @@ class Trace(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._begin is not None and not self._running and trainer.global_step >= self._begin + self.first_step:
-            self._begin, self._running = trainer.global_step, True
-            WORK_LOG.start(trainer.strategy.root_device, Phase.OTHER)
+        if self._begin is None or self._recording is not None:
+            return
+        if trainer.global_step >= self._begin + self.first_step:
+            self._begin = trainer.global_step
+            self._recording = WORK_LOG.start(trainer.strategy.root_device, Phase.OTHER)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._running and self._begin is not None and trainer.global_step >= self._begin + self.steps:
-            self._write(trainer)
+        if self._recording is not None and self._begin is not None and trainer.global_step >= self._begin + self.steps:
+            self._write(trainer, self._recording)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._running:
-            self._write(trainer)
+        if self._recording is not None:
+            self._write(trainer, self._recording)
         elif self._begin is not None:
             rank_zero_warn(
                 f"Trace shows nothing: the training ended after {trainer.global_step - self._begin} steps, before the "
@@ -97,15 +100,16 @@ class Trace(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._running:
-            WORK_LOG.on = self._running = False  # the device may not answer
+        if self._recording is not None:
+            self._recording.cancel()  # the device may not answer
+            self._recording = None
 
-    def _write(self, trainer: pl.Trainer) -> None:
+    def _write(self, trainer: pl.Trainer, recording: Recording) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ZeroStrategy)
         strategy.engine.await_updates()  # they belong to the last step
-        spans = WORK_LOG.stop()
-        self._running, self._begin = False, None
+        spans = recording.stop()
+        self._recording = self._begin = None
         self.path.mkdir(parents=True, exist_ok=True)
         made = chrome_trace(spans, strategy.global_rank, strategy.world_size)
         (self.path / f"rank{strategy.global_rank}.json").write_text(json.dumps(made))
@@ -135,15 +139,9 @@ def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str,
         at = {"ph": "M", "pid": rank, "tid": number}
         events.append({**at, "name": "thread_name", "args": {"name": f"{track} {row + 1}" if row else track}})
         events.append({**at, "name": "thread_sort_index", "args": {"sort_index": number}})
-    busy: defaultdict[str, float] = defaultdict(float)
-    exposed: defaultdict[str, float] = defaultdict(float)
-    until: defaultdict[str, float] = defaultdict(float)  # where the track's work so far ends
+    seconds = LaneSeconds()
     for span, row in zip(spans, rows, strict=True):
-        seconds = max(span.end - span.start, 0.0)  # rounding may put the end slightly before the start
-        busy[span.track] += max(span.end - max(span.start, until[span.track]), 0.0)
-        until[span.track] = max(span.end, until[span.track])
-        if span.track == EXPOSED:
-            exposed[span.lane] += seconds
+        seconds.add(span)
         events.append(
             {
                 "ph": "X",
@@ -152,10 +150,10 @@ def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str,
                 "cat": span.lane or span.track,
                 "name": span.name,
                 "ts": 1e6 * span.start,
-                "dur": 1e6 * seconds,
+                "dur": 1e6 * max(span.end - span.start, 0.0),  # rounding may put the end slightly before the start
             }
         )
-    other = {"version": __version__, "busy_seconds": dict(busy), "exposed_seconds": dict(exposed)}
+    other = {"version": __version__, "busy_seconds": dict(seconds.busy), "exposed_seconds": dict(seconds.exposed)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 

@@ -26,10 +26,12 @@ from lightning_zero.checkpoint.archive_reader import give_back_pages
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.commit import INCOMPLETE, Save, recover, recover_all, remove
 from lightning_zero.checkpoint.errors import CheckpointError, together
-from lightning_zero.checkpoint.remote import Location, RemotePath, locate
+from lightning_zero.checkpoint.remote import Location, RemotePath, locate, locate_first
 from lightning_zero.checkpoint.shards import fetch_for_first, follow_first, full_on_first
+from lightning_zero.checkpoint.stand_ins import pickled_as_masters
 from lightning_zero.checkpoint.state import (
     FullPrecision,
+    check_module_state_dict,
     check_optimizer_state_dict,
     load_module_state_dict,
     load_optimizer_state_dict,
@@ -48,6 +50,7 @@ __all__ = [
     "FullPrecision",
     "Save",
     "begin",
+    "check_module_state_dict",
     "check_optimizer_state_dict",
     "fetch_for_first",
     "follow_first",
@@ -58,8 +61,10 @@ __all__ = [
     "load_optimizer_state_dict",
     "load_shadow_state_dict",
     "locate",
+    "locate_first",
     "module_state_dict",
     "optimizer_state_dict",
+    "pickled_as_masters",
     "recover_all",
     "remove",
     "rng",

@@ -14,6 +14,7 @@ import pickle
 import weakref
 import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +24,17 @@ from torch.nn import Parameter
 
 from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combined, leaves, read_records, storages_of
 from lightning_zero.checkpoint.errors import NAMED, damaged, together
-from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemotePath, readable
-from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at
+from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at, tiles
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.torch_private import file_offset, storage_number, version_of
+from lightning_zero.torch_private import file_offset, storage_number
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python before 3.13 does not name Linux's number
 _SMALL = 1 << 16  # bytes; tensors of a remote file up to this size are read immediately, others when they are used
+_CHECKED = 1 << 26  # bytes of a mapped file that are checked for changes at a time
+_PAGEMAP_ENTRY = 8  # bytes for each page
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 
 
@@ -166,6 +169,13 @@ class _Tensors(ABC):
         Raises:
             _NotPlainError: ``tree`` contains an object of unknown type.
         """
+        try:
+            return self._of(tree)
+        finally:  # tensors keep their source alive, which must not keep the others
+            self._made.clear()
+            self._sources.clear()
+
+    def _of(self, tree: Any) -> Any:
         if isinstance(tree, Tensor):
             if id(tree) not in self._made:
                 self._made[id(tree)] = self._tensor(tree)
@@ -173,11 +183,11 @@ class _Tensors(ABC):
             return self._made[id(tree)]
         if isinstance(tree, dict):
             for key, value in tree.items():
-                tree[key] = self.of(value)
+                tree[key] = self._of(value)
         elif isinstance(tree, list):
-            tree[:] = map(self.of, tree)
+            tree[:] = map(self._of, tree)
         elif type(tree) is tuple:
-            return tuple(map(self.of, tree))
+            return tuple(map(self._of, tree))
         elif not isinstance(tree, _PLAIN):
             raise _NotPlainError
         return tree
@@ -225,19 +235,38 @@ class _MappedTensors(_Tensors):
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Free the pages of a tensor of :func:`load_mapped`; the next use reads them again. Other tensors are ignored."""
+    """Free the pages of a tensor of :func:`load_mapped`; the next use reads them again. Other tensors are ignored.
+
+    Pages that were changed stay.
+    """
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
         return  # it holds no memory, or is not one range of pages
-    if version_of(tensor):
-        return  # it was changed, so the file does not contain its values
     start = tensor.untyped_storage().data_ptr()
     stop = start + tensor.untyped_storage().nbytes()
     for file in _FILES:
         if file.address <= start < file.address + len(file):
-            first, last = start - file.address, stop - file.address
-            first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-            if first < last:
-                file.madvise(mmap.MADV_DONTNEED, first, last - first)
+            # `madvise` would round the borders outwards.
+            first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+            for low, high in tiles(first, last, _CHECKED):
+                if not _may_be_changed(low, high):
+                    file.madvise(mmap.MADV_DONTNEED, low - file.address, high - low)
+
+
+def _may_be_changed(start: int, stop: int) -> bool:
+    """Whether there may be pages in ``[start, stop)``, addresses in a mapped file, that are no longer the file's.
+
+    A page that was changed is a copy of this process. The version counters of tensors do not tell, since changes by
+    ``tensor.data`` or ``tensor.numpy()`` do not count. Without Linux's list of the pages the answer is True.
+    """
+    try:
+        with Path("/proc/self/pagemap").open("rb") as pagemap:
+            pagemap.seek(start // mmap.PAGESIZE * _PAGEMAP_ENTRY)
+            entries = pagemap.read((stop - start) // mmap.PAGESIZE * _PAGEMAP_ENTRY)
+    except OSError:
+        return True
+    # https://docs.kernel.org/admin-guide/mm/pagemap.html: the bits from 61 on are "a file's", "swapped" and "present".
+    kinds = torch.frombuffer(bytearray(entries), dtype=torch.int64) >> 61 & 7
+    return bool(((kinds > 1) & (kinds % 2 == 0)).any())
 
 
 # ---------------------------------------------------------------------------------------------------- reading by ranges
@@ -266,15 +295,22 @@ class _RangedTensors(_Tensors):
 
     def __init__(self, path: RemotePath) -> None:
         super().__init__()
-        self.key = str(path)
+        self._url = str(path)
         self._file = readable(path)
         self._ranges: list[_Range] = []
+
+    @property
+    def key(self) -> Hashable:
+        return self  # not the path: a save may replace the file
 
     def _at(self, offset: int, source: Tensor) -> Tensor:
         self._ranges.append(_Range(offset, source))
         number = len(self._ranges) - 1
-        # Small tensors, such as counters and random states, are often kept or copied as a whole.
-        return self.fetch(number) if source.nbytes <= _SMALL else StoredTensor(self, number, source)
+        # Small tensors, such as counters and random states, are often kept or copied as a whole. Of a tensor with gaps
+        # the elements do not follow each other in the file, as those of a lazy one must.
+        if source.nbytes <= _SMALL or MemoryFormat.of(source).strides != source.stride():
+            return self.fetch(number)
+        return loaded_from(self._url, StoredTensor(self, number, source))
 
     def fetch(self, param: int) -> Tensor:
         """See :class:`~lightning_zero.checkpoint.lazy.Source`."""

@@ -1,4 +1,10 @@
-"""Writes checkpoints in the background, while training continues."""
+"""Writes checkpoints in the background, while training continues.
+
+The thread is none of an executor's lanes. A save waits for the disk and for other ranks, and work of the training
+in the same lane would wait behind it. An executor may also finish work before it returns the ticket, so that the
+training would wait for the save. When the process exits, it waits for this thread without limit, so that the checkpoint
+is completed; it waits for lanes a few seconds.
+"""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ _DRAFT = re.compile(rf"\.[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
 README = "README.txt"  # explains to users what the folder is
 METADATA, META = ".metadata", "meta.pt"  # files of a folder besides those of the ranks; `META` is written last
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# Errors of renaming a folder that is gone, or to a name that something has.
+_ANOTHER_WAS_FIRST = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 class Save(ABC):
@@ -53,7 +55,8 @@ class Save(ABC):
 
         Raises:
             CheckpointError: a rank has failed; raised on all ranks. The older checkpoint is then still at the path,
-                unless only the last flush, that of the parent folder, has failed: then the new one is there.
+                unless only the last flush, that of the parent folder, has failed: then the new one is there. At a URL
+                it may be the new one if no answer came to the request that completes it.
         """
         try:
             written = together(world, lambda: self._write(world.rank), f"write the checkpoint {self.path}")
@@ -118,25 +121,43 @@ class Draft:
                 self.temporary.mkdir()
             locked = _locked_file(self.temporary)
             self.file = os.open(locked, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            _lock(self.file)  # held while the file is open: other saves do not take it for a leftover
-            if locked.exists() and locked.stat().st_ino == os.fstat(self.file).st_ino:
+            # Held while the file is open: other saves do not take it for a leftover.
+            ours = _lock(self.file) is not False
+            if ours and locked.exists() and locked.stat().st_ino == os.fstat(self.file).st_ino:
                 break
             os.close(self.file)  # another run removed it as a leftover before it was locked
         if folder:
             os.write(self.file, os.fsencode(path.name))  # `recover_all` needs the final name of a complete draft
             os.fsync(self.file)
+        self._inode = self.temporary.stat().st_ino
 
     def complete(self) -> None:
         """Rename the draft to its final name, replacing an older checkpoint. All of it must be on the disk."""
-        _put_in_place(self.temporary, self.path)
+        if not self._was_recovered():
+            try:
+                _put_in_place(self.temporary, self.path)
+            except FileNotFoundError:
+                if not self._was_recovered():
+                    raise
         if self.path.is_dir():
-            _locked_file(self.path).unlink()
+            _locked_file(self.path).unlink(missing_ok=True)
         sync(self.path.parent)
 
+    def _was_recovered(self) -> bool:
+        """Whether a reader took the complete draft for that of a killed save, as it may where there are no locks."""
+        return not self.temporary.exists() and self.path.exists() and self.path.stat().st_ino == self._inode
+
     def close(self) -> None:
-        """Release the lock and remove what has the temporary name now: the draft or the exchanged older checkpoint."""
-        _remove(self.temporary)
-        os.close(self.file)
+        """Release the lock and remove what has the temporary name now: the draft or the exchanged older checkpoint.
+
+        Where it cannot be removed, it is a leftover for the next save. The save's own error, which all ranks raise, or
+        its success is not replaced by an error of this rank.
+        """
+        try:
+            with contextlib.suppress(OSError):
+                _remove(self.temporary)
+        finally:
+            os.close(self.file)
 
 
 def _begin_of_name(path: Path) -> str:
@@ -176,7 +197,7 @@ def _exchange(first: Path, second: Path) -> bool:
 def remove(path: Path) -> None:
     """Remove a checkpoint; a folder is renamed first, so that a partly removed one is only a leftover."""
     if path.is_dir() and not path.is_symlink():
-        aside = _temporary_name(path)
+        aside = _temporary_name(path.with_name(secrets.token_hex(8)))  # not `path`'s: `recover` must not find it
         path.rename(aside)
         path = aside
     _remove(path)
@@ -184,13 +205,22 @@ def remove(path: Path) -> None:
 
 def recover(path: Path) -> None:
     """Rename the newest complete draft to ``path`` if nothing has that name: a save was killed between two renames."""
-    if not os.path.lexists(path) and path.parent.is_dir():
-        for draft in _drafts(path.parent):
-            with contextlib.suppress(FileNotFoundError), _unlocked(draft) as free:  # another rank may be first
-                if free and draft.name.startswith(_begin_of_name(path)) and is_sharded(draft):
-                    draft.rename(path)
-                    _locked_file(path).unlink(missing_ok=True)
-                    return
+    if os.path.lexists(path) or not path.parent.is_dir():
+        return
+    drafts = [draft for draft in _drafts(path.parent) if draft.name.startswith(_begin_of_name(path))]
+    if not drafts or not is_sharded(drafts[0]):
+        return
+    with contextlib.ExitStack() as locks:
+        # Where another process holds a lock, it recovers the same name, or its save is between the two renames.
+        if any(locks.enter_context(_unlocked(draft)) is False for draft in drafts):
+            return
+        try:
+            drafts[0].rename(path)
+        except OSError as error:
+            if error.errno not in _ANOTHER_WAS_FIRST:
+                raise
+        else:
+            _locked_file(path).unlink(missing_ok=True)
 
 
 def recover_all(folder: Path) -> None:
@@ -239,13 +269,16 @@ def _drafts(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _unlocked(path: Path) -> Iterator[bool]:
-    """A context that yields whether no save is writing the draft ``path``, and holds the lock of the draft then."""
-    locked = _locked_file(path)
-    if not locked.exists():  # an older checkpoint that was replaced has no lock file
+def _unlocked(path: Path) -> Iterator[bool | None]:
+    """A context that holds the lock of the draft ``path``, if no other process does.
+
+    It yields what :func:`_lock` returns, and True if there is no lock file: nobody is writing the draft.
+    """
+    try:
+        file = os.open(_locked_file(path), os.O_WRONLY)
+    except FileNotFoundError:  # an older checkpoint that was replaced has none
         yield True
         return
-    file = os.open(locked, os.O_WRONLY)
     try:
         yield _lock(file)
     finally:
@@ -265,12 +298,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False if another process holds the lock or the file system has no locks."""
+def _lock(file: int) -> bool | None:
+    """Lock a file until it is closed; False if another process holds the lock, None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

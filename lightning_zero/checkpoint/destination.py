@@ -11,19 +11,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from typing_extensions import override
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.checkpoint.commit import META, METADATA, README, Draft, sync
-from lightning_zero.checkpoint.errors import together
+from lightning_zero.checkpoint.errors import shortened, together
+from lightning_zero.checkpoint.lazy import fetch_loaded
 from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.checkpoint.tiles import Appending, Writable
 from lightning_zero.sharding import Group
+
+_SAVE = re.compile(r"[0-9a-f]{16}")  # name of the inner folder of a save
+_REPLACED = re.compile(rf"{_SAVE.pattern}|.*\.distcp")  # what a save removes; other files may be the user's
 
 # For users whose program, without this package, fails to open the folder as a file.
 ABOUT = """\
@@ -62,8 +67,14 @@ class Destination(ABC):
         """A context that yields a new file in the folder; when the context ends, the file is on the disk."""
 
     @abstractmethod
-    def complete(self, metadata: bytes, meta: bytes) -> None:
-        """Add ``.metadata`` and ``meta.pt`` and give the folder its name. All other files must be on the disk."""
+    def complete(self, metadata: bytes, meta: bytes, files: Collection[str]) -> None:
+        """Add ``.metadata`` and ``meta.pt`` and give the folder its name. All other files must be on the disk.
+
+        Args:
+            metadata: contents of ``.metadata``.
+            meta: contents of ``meta.pt``.
+            files: paths, relative to the folder, of the files of all ranks, which ``.metadata`` names.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -123,7 +134,7 @@ class LocalDestination(Destination):
             os.close(file)
 
     @override
-    def complete(self, metadata: bytes, meta: bytes) -> None:
+    def complete(self, metadata: bytes, meta: bytes, files: Collection[str]) -> None:
         assert self._draft is not None
         folder = self._draft.temporary
         unnamed = folder / f"{META}.tmp"
@@ -146,7 +157,8 @@ class RemoteDestination(Destination):
     """A folder at a URL that all ranks reach; see the module's docstring. Construction is collective.
 
     Raises:
-        CheckpointError: a rank does not reach the URL, or there is a file at it; raised on all ranks.
+        CheckpointError: a rank does not reach the URL, or there is something else at it than a checkpoint or the
+            remains of saves; raised on all ranks.
     """
 
     def __init__(self, path: RemotePath, world: Group) -> None:
@@ -158,6 +170,11 @@ class RemoteDestination(Destination):
         def look() -> None:
             if path.is_file():
                 raise FileExistsError(f"{path} is a file; remove it, or save under another name")
+            if self._first and not (path / METADATA).is_file():
+                found = [child.name for child in path.children()]
+                if not all(map(_SAVE.fullmatch, found)):
+                    raise IsADirectoryError(f"{path} is a folder; remove it, or save under another name")
+            fetch_loaded(str(path))
 
         together(world, look, f"make a folder for {path}")
 
@@ -177,14 +194,25 @@ class RemoteDestination(Destination):
             yield file
 
     @override
-    def complete(self, metadata: bytes, meta: bytes) -> None:
+    def complete(self, metadata: bytes, meta: bytes, files: Collection[str]) -> None:
         (self._path / self.name_of(META)).write_bytes(meta)
-        (self._path / METADATA).write_bytes(metadata)  # now the checkpoint is complete
+        self._check_presence({*files, self.name_of(META)})
+        # If there is no answer, `.metadata` may have arrived and name these files: they must stay.
         self._completed = True
+        (self._path / METADATA).write_bytes(metadata)  # now the checkpoint is complete
         (self._path / META).write_bytes(meta)  # for other programs, which expect it here
         for other in self._path.children():
-            if other.name not in (METADATA, META, self.save_id):
+            if _REPLACED.fullmatch(other.name) and other.name != self.save_id:
                 other.remove()
+
+    def _check_presence(self, files: Collection[str]) -> None:
+        """Raise FileNotFoundError unless the folder still has ``files``, all of this save."""
+        present = {self.name_of(child.name) for child in (self._path / self.save_id).children()}
+        if lost := sorted(set(files) - present):
+            raise FileNotFoundError(
+                f"{self._path} no longer has {shortened(lost)}, which this save has written: probably another run has "
+                "saved to the same URL. Give each run a URL of its own"
+            )
 
     @override
     def close(self) -> None:

@@ -126,7 +126,8 @@ class FolderSave(Save):
     def _complete(self, written: Sequence[Sequence[WriteResult]]) -> None:
         if self.folder.is_mine:
             results = [*map(list, written), self._copies(written)]
-            self.folder.complete(_pickled_metadata(self.metadata, results, self.folder.save_id), self.meta)
+            files = {result.storage_data.relative_path for each in results for result in each}
+            self.folder.complete(_pickled_metadata(self.metadata, results, self.folder.save_id), self.meta, files)
 
     def _copies(self, written: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
         """The write results of tied tensors, which are written once, repeated for their other names."""
@@ -170,7 +171,8 @@ class _Contents:
         trees: dict[str, Any] = {}
         if "state_dict" in contents.meta:
             trees["model"] = contents.meta.pop("state_dict")
-        if contents.meta.get("optimizer_states"):
+        states = contents.meta.get("optimizer_states")
+        if states and isinstance(states, list | tuple):  # with Fabric it may be the state of one optimizer
             trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states"))}
         for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
             if key == "model" or OPTIMIZER.fullmatch(key):
@@ -202,7 +204,7 @@ class _Contents:
     def take_sharded(self, engines: Sequence[Engine]) -> list[tuple[str, Key, int]]:
         """Find the tensors that all ranks write, and return name, key and parameter of each.
 
-        Other lazy tensors are replaced by ordinary ones.
+        Other lazy tensors are replaced by ordinary ones, and what is no plain tensor by its pickle.
         """
         sharded = []
         for name, leaf in self.entries.items():
@@ -215,8 +217,8 @@ class _Contents:
                     self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 else:
                     sharded.append((name, across_ranks(source_of(leaf, engines)), leaf.param))
-            elif isinstance(leaf, Tensor) and not _is_plain(leaf):
-                self.entries[name] = _Pickled(leaf)
+            elif not (isinstance(leaf, Tensor) and _is_plain(leaf)):
+                self.entries[name] = _Pickled.of(leaf)
         return sharded
 
 
@@ -236,11 +238,17 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
+@dataclasses.dataclass
 class _Pickled:
-    """A tensor that DCP must pickle, since it is not plain."""
+    """An object that is no plain tensor: the contents of its archive."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    contents: memoryview
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Pickled:
+        buffer = io.BytesIO()
+        torch.save(leaf, buffer)
+        return cls(buffer.getbuffer())
 
 
 class _OwnBoxes:
@@ -307,21 +315,18 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.state_dict, self.mappings, self.is_coordinator = contents.entries, contents.paths, coordinator
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        entry = self.state_dict[index.fqn]
-        return entry.tensor if isinstance(entry, _Pickled) else entry
-
     def items(self, plan: SavePlan) -> Iterator[_Item]:
         """The items that ``plan`` writes; each is looked up only when it is reached."""
         for planned in plan.items:
             entry, index = self.state_dict[planned.index.fqn], planned.index
             if isinstance(entry, _OwnBoxes):
                 yield entry.item(index)
-            elif isinstance(data := self.resolve_data(planned), Tensor):
-                values = data.detach().resolve_conj().resolve_neg().contiguous()
-                yield _Item.of(index, values, values.view(-1).split(TILE // values.itemsize))
+            elif isinstance(entry, _Pickled):
+                yield _Item(index, entry.contents)
             else:
-                yield _Item(index, data.getbuffer())
+                assert isinstance(entry, Tensor)
+                values = entry.detach().resolve_conj().resolve_neg().contiguous()
+                yield _Item.of(index, values, values.view(-1).split(TILE // values.itemsize))
 
 
 def _write_items(items: Iterable[_Item], file: Writable, name: str, checksums: bool) -> Iterator[WriteResult]:

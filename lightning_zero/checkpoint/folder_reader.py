@@ -12,7 +12,7 @@ import pickle
 import re
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from lightning_zero.checkpoint import archive, archive_reader
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
 from lightning_zero.checkpoint.commit import META, METADATA
 from lightning_zero.checkpoint.errors import NAMED, CheckpointError, damaged, together
-from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.checkpoint.lazy import StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemoteFile, RemotePath, nbytes_of
 from lightning_zero.checkpoint.tiles import OpenFile, Readable, bytes_of, checksum_of, read_at
 from lightning_zero.sharding import Group
@@ -137,7 +137,7 @@ class Folder:
             raise CheckpointError(f"{path} is no checkpoint: a folder by torch.distributed.checkpoint has {METADATA}")
         with (path / METADATA).open("rb") as file:
             try:
-                self._metadata = _MetadataUnpickler(file).load()
+                self._header = _MetadataUnpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
         if not self.meta.is_file():
@@ -149,8 +149,8 @@ class Folder:
         self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the bytes of an archive before the values
 
     @property
-    def key(self) -> Location:
-        return self.path
+    def key(self) -> Hashable:
+        return self  # not the path: a save may replace the folder
 
     @functools.cached_property
     def meta(self) -> Location:
@@ -161,7 +161,7 @@ class Folder:
     @property
     def save_id(self) -> str | None:
         """Identifies the save that wrote the folder; ``None`` if another program wrote it."""
-        return self._metadata.storage_meta.save_id if self._metadata.storage_meta is not None else None
+        return self._header.storage_meta.save_id if self._header.storage_meta is not None else None
 
     def missing_files(self) -> set[str]:
         """Names of files of the checkpoint that do not exist.
@@ -170,7 +170,7 @@ class Folder:
             CheckpointError: a file is truncated.
         """
         ends: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
+        for info in self._header.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         missing = set()
         for name, end in ends.items():
@@ -182,7 +182,7 @@ class Folder:
 
     def damaged(self, world: Group) -> list[str]:
         """Names of entries whose checksums do not match, among this rank's part of the entries in existing files."""
-        stored = self._metadata.storage_data.items()
+        stored = self._header.storage_data.items()
         once = {(info.relative_path, info.offset): (index, info) for index, info in stored}
         ordered = sorted(once.values(), key=lambda entry: -entry[1].length)
         # Entries in descending size go to the ranks in order and back, so that all ranks read about the same amount.
@@ -213,11 +213,11 @@ class Folder:
         """
         tree: dict[str, Any] = {}
         tensors: dict[Any, Tensor] = {}  # by position in the files, so that tied tensors become one again
-        paths = self._metadata.planner_data or {name: (name,) for name in self._metadata.state_dict_metadata}
+        paths = self._header.planner_data or {name: (name,) for name in self._header.state_dict_metadata}
         for name, path in paths.items():
-            form = self._metadata.state_dict_metadata[name]
+            form = self._header.state_dict_metadata[name]
             if isinstance(form, BytesStorageMetadata):
-                info = self._metadata.storage_data[MetadataIndex(name)]
+                info = self._header.storage_data[MetadataIndex(name)]
                 with self._view(info) as file:
                     value = read(file)
             else:
@@ -226,15 +226,19 @@ class Folder:
         return tree
 
     def _tensor(self, name: str, form: TensorStorageMetadata, tensors: dict[Any, Tensor]) -> Tensor:
-        infos = [self._metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in form.chunks]
+        infos = [self._header.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in form.chunks]
         place = tuple((info.relative_path, info.offset) for info in infos)
         if place not in tensors:
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in form.chunks]
             self._stored.append(_Stored(form.size, form.properties.dtype, list(zip(boxes, infos, strict=True))))
             number = len(self._stored) - 1
             like = torch.empty(form.size, dtype=form.properties.dtype, device="meta")
-            tensors[place] = StoredTensor(self, number, like) if form.size else self.fetch(number)
+            tensors[place] = self._lazy(number, like) if form.size else self.fetch(number)
         return tensors[place]
+
+    def _lazy(self, number: int, like: Tensor) -> StoredTensor:
+        tensor = StoredTensor(self, number, like)
+        return loaded_from(str(self.path), tensor) if isinstance(self.path, RemotePath) else tensor
 
     def fetch(self, param: int) -> Tensor:
         stored = self._stored[param]

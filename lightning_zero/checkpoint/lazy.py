@@ -6,6 +6,8 @@ values fetches them first.
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +30,7 @@ class Source(Protocol):
     """Gives the values of many lazy tensors.
 
     Attributes:
-        key: identifies the source among all others.
+        key: identifies the source among all others; its tensors of the same number have the same values for ever.
     """
 
     @property
@@ -176,15 +178,37 @@ class StoredTensor(LazyTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+_LOADED: defaultdict[str, weakref.WeakSet[StoredTensor]] = defaultdict(weakref.WeakSet)  # by URL
+
+
+def loaded_from(url: str, tensor: StoredTensor) -> StoredTensor:
+    """Return ``tensor``, whose values are at ``url``, and note this for :func:`fetch_loaded`."""
+    _LOADED[url].add(tensor)
+    return tensor
+
+
+def fetch_loaded(url: str) -> None:
+    """Fetch the values of all tensors in use that were loaded from ``url``: a save is about to replace them there.
+
+    Args:
+        url: URL of a file or folder.
+    """
+    for place in [known for known in _LOADED if known == url or known.startswith(f"{url}/")]:
+        for tensor in [*_LOADED.pop(place)]:
+            tensor.fetch()
+
+
 class Placeholders:
     """Storages without memory that stand for the values of lazy tensors when these are pickled."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[Hashable, int], torch.UntypedStorage] = {}
         self._tensors: dict[int, LazyTensor] = {}  # by the number of the storage
+        self._pickled: dict[int, LazyTensor] = {}  # by id; several may share a storage
 
     def reduce(self, tensor: LazyTensor) -> Any:
         """Return what pickle needs for ``tensor``, in the form of an ordinary tensor on the CPU."""
+        self._pickled[id(tensor)] = tensor
         key = (tensor.source.key, tensor.param)
         if key not in self._storages:
             self._storages[key] = torch.UntypedStorage(tensor.nbytes, device="meta")
@@ -193,7 +217,7 @@ class Placeholders:
 
     def tensors(self) -> list[LazyTensor]:
         """All lazy tensors that were pickled, without repetition."""
-        return list(self._tensors.values())
+        return list(self._pickled.values())
 
     def tensor(self, storage: torch.UntypedStorage) -> LazyTensor | None:
         """The tensor for which ``storage`` stands; ``None`` for an ordinary storage."""
@@ -205,7 +229,7 @@ _PLACEHOLDERS: ContextVar[Placeholders | None] = ContextVar("placeholders", defa
 
 @contextmanager
 def placeholders() -> Iterator[Placeholders]:
-    """Inside this context, lazy tensors that were not fetched are pickled without their values."""
+    """Surrounds code that pickles lazy tensors: those that were not fetched are pickled without their values."""
     token = _PLACEHOLDERS.set(Placeholders())
     try:
         found = _PLACEHOLDERS.get()

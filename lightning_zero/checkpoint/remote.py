@@ -19,6 +19,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.tiles import TILE, OpenFile, Readable
+from lightning_zero.sharding import Group
 
 _CACHED_BLOCKS = 8  # per file that is read; most ranges are short, and near ranges that were read before
 
@@ -85,8 +86,9 @@ class RemotePath:
         """Lists the contents of the folder; empty if there is no folder."""
         if not self.is_dir():
             return []
-        found = self._filesystem.ls(self._path, detail=False)
-        return [self / path.rstrip("/").rpartition("/")[2] for path in found]
+        found = {path.rstrip("/") for path in self._filesystem.ls(self._path, detail=False)}
+        # Object stores may list the folder itself: an empty object with its name, which other programs make.
+        return [self / path.rpartition("/")[2] for path in sorted(found - {self._path})]
 
     def open(self, mode: str = "rb") -> IO[bytes]:
         """Open the file for reading; blocks that were read stay in a small cache."""
@@ -131,13 +133,21 @@ Location = Path | RemotePath
 
 
 def locate(path: str | Path | os.PathLike[str]) -> Location:
-    """Convert a path or URL to a location: a local path, also for ``file://`` URLs, or a remote path."""
+    """Convert a path or URL to a location: a local path, also for ``file://`` URLs, or a remote path.
+
+    A local path becomes absolute: a save in the background may end in another current folder.
+    """
     text = os.fspath(path)
     if "://" not in text:
-        return Path(text).expanduser()
+        return Path(text).expanduser().absolute()
     if text.startswith("file://"):
         return Path(url_to_fs(text)[1])
     return RemotePath(text)
+
+
+def locate_first(path: str | Path | os.PathLike[str], world: Group) -> Location:
+    """The location of rank 0's path or URL, on all ranks: a name may have a metric that differs in it. Collective."""
+    return locate(world.broadcast_object(os.fspath(path), "tell where the checkpoint goes"))
 
 
 def nbytes_of(location: Location) -> int | None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.archive import Record, stream, write_skeleton
 from lightning_zero.checkpoint.commit import Save
 from lightning_zero.checkpoint.errors import together
-from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, fetch_loaded
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shards import Key, across_ranks, follow_first, source_of
 from lightning_zero.checkpoint.tiles import TILE
@@ -39,6 +39,7 @@ def begin(
     def look() -> None:
         if world.rank == 0 and path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; remove it, or save under another name")
+        fetch_loaded(str(path))
 
     together(world, look, f"begin the checkpoint {path}")
     return RemoteFileSave(path, checkpoint, engines, checksums)

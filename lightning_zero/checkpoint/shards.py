@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archive import lazy_tensors
-from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.errors import CheckpointError, on_first
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.tiles import TILE, tiles
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.engine.runtime import ENGINES
-from lightning_zero.sharding import Bucket
+from lightning_zero.sharding import Bucket, Mesh
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
-from lightning_zero.update import BlockShardState, OwnedTensor, ScaleLayout, ShardUpdater
+from lightning_zero.update import BlockShardState, OwnedTensor, ScaleLayout, Updater
 
 PIECE = 2 * TILE  # bytes of a part that :meth:`SharedValues.gather_piece` gathers
 
@@ -208,7 +208,6 @@ class ShardedValues(SharedValues):
         if key.optimizer is None:
             return _Held(bucket.master.read, bucket.master.memory)
         updater = self.engine.updaters[key.optimizer]
-        assert isinstance(updater, ShardUpdater)
         return _Held(partial(updater.read_flat, bucket, key.state, key.dtype), updater.state_of(bucket).memory)
 
     @property
@@ -284,9 +283,7 @@ class ScaleValues(SharedValues):
 def _blocks_of(values: SharedValues) -> BlockShardState:
     """This rank's optimizer state in blocks, from which codes and scales are read."""
     assert values.key.optimizer is not None
-    updater = values.engine.updaters[values.key.optimizer]
-    assert isinstance(updater, ShardUpdater)
-    state = updater.state_of(values.bucket)
+    state = values.engine.updaters[values.key.optimizer].state_of(values.bucket)
     assert isinstance(state, BlockShardState)
     return state
 
@@ -304,11 +301,9 @@ class OwnedValues(SharedValues):
         return self.key.owned
 
     @property
-    def _updater(self) -> ShardUpdater:
+    def _updater(self) -> Updater:
         assert self.key.optimizer is not None
-        updater = self.engine.updaters[self.key.optimizer]
-        assert isinstance(updater, ShardUpdater)
-        return updater
+        return self.engine.updaters[self.key.optimizer]
 
     def form(self, param: int) -> MemoryFormat:
         return self._owned.form
@@ -356,8 +351,8 @@ def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> SharedValues:
 
 
 def across_ranks(values: SharedValues) -> Key:
-    """The key of ``values`` that is the same on all ranks: it gives the engine's position among those of its mesh."""
-    return values.key._replace(engine=_on_mesh(values.engine).index(values.engine))
+    """The key of ``values`` that is the same on all ranks: it gives the engine's number among those of its mesh."""
+    return values.key._replace(engine=values.engine.shared_number)
 
 
 def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
@@ -366,16 +361,29 @@ def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
     Args:
         key: the key.
         engines: the engines of the checkpoint.
+
+    Raises:
+        CheckpointError: this rank no longer has the engine.
     """
-    engine = _on_mesh(engines[0])[key.engine]
+    engine = _on_mesh(engines[0].placement.mesh, key.engine)
     parts = {"": ShardedValues, "codes": CodeValues, "scales": ScaleValues}
     kind = parts[key.part] if key.owned is None else OwnedValues
     return kind(engine, key._replace(engine=engine.number, piece=None))
 
 
-def _on_mesh(engine: Engine) -> list[Engine]:
-    """All engines of the mesh, in the same order on all ranks (their numbers may differ between ranks)."""
-    return [other for other in ENGINES.in_order() if other.placement.mesh is engine.placement.mesh]
+def _on_mesh(mesh: Mesh, shared_number: int) -> Engine:
+    """The engine with this number on the mesh.
+
+    Neither its position nor its number in the process would do: ranks may have engines on meshes of their own, and they
+    lose one that was dropped at different times, when their cyclic garbage collectors run.
+    """
+    for engine in ENGINES.in_order():
+        if engine.placement.mesh is mesh and engine.shared_number == shared_number:
+            return engine
+    raise CheckpointError(
+        f"rank {mesh.world.rank} no longer has the values of sharded module {shared_number}, which the checkpoint of "
+        "rank 0 holds: give all ranks the same modules to save, and release none before the save has ended"
+    )
 
 
 def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]:
@@ -426,17 +434,28 @@ def fetch_for_first(checkpoint: Any, engines: Sequence[Engine]) -> None:
     """Gather the values of all lazy tensors in rank 0's ``checkpoint`` on rank 0. Collective.
 
     This is for writers that do not know lazy tensors.
+
+    Raises:
+        CheckpointError: rank 0's checkpoint cannot be pickled; raised on all ranks.
     """
-    if engines and engines[0].placement.mesh.world.rank == 0:
-        sources: dict[Key, list[tuple[SharedValues, LazyTensor]]] = {}
+    if not engines:
+        return
+    sources: dict[Key, list[tuple[SharedValues, LazyTensor]]] = {}
+
+    def find() -> None:
         for tensor in lazy_tensors(checkpoint):
             if isinstance(tensor.source, SharedValues) and not tensor.source.live:
                 sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
-        for found in sources.values():
-            full = follow_first(engines, across_ranks(found[0][0]))
-            assert full is not None
-            for source, tensor in found:
-                tensor.fetched = source.cut(full, tensor.param)
+
+    on_first(engines[0].placement.mesh.world, find, "find the tensors in a checkpoint")
+    for found in sources.values():  # none on other ranks
+        full = follow_first(engines, across_ranks(found[0][0]))
+        assert full is not None
+        values: dict[int, Tensor] = {}  # by parameter, of which there may be several tensors
+        for source, tensor in found:
+            if tensor.param not in values:
+                values[tensor.param] = source.cut(full, tensor.param)
+            tensor.fetched = values[tensor.param]
     follow_first(engines)
 
 

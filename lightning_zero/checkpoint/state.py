@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,19 +23,21 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.advice import Case, advice
 from lightning_zero.checkpoint.archive_reader import give_back_pages
 from lightning_zero.checkpoint.decoding import decoded_lazily
-from lightning_zero.checkpoint.shards import CodeValues, Key, OwnedValues, ScaleValues, ShardedValues, masters
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.checkpoint.shards import CodeValues, Key, OwnedValues, ScaleValues, ShardedValues
+from lightning_zero.checkpoint.stand_ins import stand_ins, state_dict_with
 from lightning_zero.engine import Engine, Shadow
-from lightning_zero.sharding import Bucket
+from lightning_zero.sharding.adoption import load_full
 from lightning_zero.sharding.compiled import names_of, plain_name, plain_names
 from lightning_zero.sharding.freed import is_metadata
 from lightning_zero.sharding.sharded_init import ShardedParameter, load_shard
-from lightning_zero.torch_private import load_hooks, tree_leaves, tree_map, version_of
+from lightning_zero.torch_private import load_hooks, pass_versions, tree_leaves, tree_map, version_of
 from lightning_zero.update import (
     Blocks,
     BlockShardState,
     OwnedTensor,
     ScaleLayout,
-    ShardUpdater,
+    Updater,
     compacted,
     in_blocks,
 )
@@ -62,20 +64,16 @@ def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict
     engine.in_backward.check_together()
     engine.settle()
     engine.sync_buffers()
-    weights = {id(p): (v, i) for v in masters(engine, shadow) for i, p in enumerate(v.bucket.parameters)}
-    tensors: dict[int, Tensor] = {key: values.tensor(index) for key, (values, index) in weights.items()}  # one if tied
-    if shadow is not None:
-        tensors |= shadow.buffers
-    # With `keep_vars` no freed parameter is read, and the state-dict hooks of user code run.
-    live = engine.module.state_dict(keep_vars=True)
+    tensors = stand_ins(engine, shadow)
+    live = state_dict_with(engine.module, tensors)
     state = OrderedDict((k, tensors[id(v)] if id(v) in tensors else _detached(v)) for k, v in plain_names(live).items())
-    if (versions := getattr(live, "_metadata", None)) is not None:
-        state._metadata = plain_names(versions)  # type: ignore[attr-defined]
+    pass_versions(live, state, plain_name)
     return state
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value  # extra state may be anything
+    # Extra state may be anything. Lazy tensors require no gradient, and would be fetched.
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -98,13 +96,33 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
             engine.settle()
 
 
+def check_module_state_dict(module: nn.Module, engine: Engine | None, state: Mapping[str, Any], strict: bool) -> None:
+    """Check that a module can load a state dict, without the copies to parameters and buffers. Collective.
+
+    The module's own ``load_state_dict`` runs without them and without setting extra state, so that its hooks see what
+    they will see. What hooks write by themselves is not undone. ``None`` as the engine is for a module that has none.
+
+    Raises:
+        RuntimeError: a key is missing or unexpected (if ``strict``), or a shape differs.
+    """
+    with contextlib.ExitStack() as stack:
+        if engine is not None:
+            into_masters = _IntoMasters(engine)
+            stack.callback(into_masters.take_over)
+            stack.enter_context(into_masters)
+        stack.enter_context(_WithoutCopies(module))
+        for each in module.modules():
+            if "set_extra_state" not in vars(each):
+                vars(each)["set_extra_state"] = lambda state: None
+                stack.callback(vars(each).pop, "set_extra_state")
+        module.load_state_dict(state_for(module, state), strict=strict)
+
+
 def state_for(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Rename the entries of ``state`` to the names in ``module``; the modules' versions in its ``_metadata``, too."""
+    """Rename the entries of ``state``, and of the modules' versions that it may have, to the names in ``module``."""
     named = OrderedDict(names_of(module, state))
-    versions: Mapping[str, Any] | None = getattr(state, "_metadata", None)
-    if versions is not None:
-        own = {plain_name(name): name for name, _ in module.named_modules()}
-        named._metadata = {own.get(name, name): value for name, value in versions.items()}  # type: ignore[attr-defined]
+    own = {plain_name(name): name for name, _ in module.named_modules()}
+    pass_versions(state, named, lambda name: own.get(name, name))
     return named
 
 
@@ -125,7 +143,7 @@ class _IntoMasters(TorchFunctionMode):
         if func is Tensor.copy_ and len(held) == 1 and held[0] is args[0] and args[0].shape == args[1].shape:
             bucket = self._engine.bucket_of(args[0])
             assert bucket is not None
-            bucket.load(bucket.index[id(args[0])], args[1])
+            load_full(bucket, bucket.index[id(args[0])], args[1])
             give_back_pages(args[1])
             return args[0]
         for parameter in held:
@@ -146,6 +164,16 @@ class _IntoMasters(TorchFunctionMode):
     def take_over(self) -> None:
         """Take over the edits by user code. Collective if buckets were unsharded."""
         self._stack.close()
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """A mode in which nothing is copied into the parameters and buffers of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.copy_ and id(args[0]) in self._own else func(*args, **kwargs or {})
 
 
 class FullPrecision(TorchFunctionMode):
@@ -179,32 +207,23 @@ class FullPrecision(TorchFunctionMode):
         for parameter, values, _ in self._loaded:
             bucket = engine.bucket_of(parameter)
             if bucket is not None and parameter.shape == values.shape:
-                bucket.load(bucket.index[id(parameter)], values)
+                load_full(bucket, bucket.index[id(parameter)], values)
                 give_back_pages(values)
         engine.settle()
 
 
 def load_shadow_state_dict(engine: Engine, shadow: Shadow, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Overwrite the values of a shadow, otherwise like :func:`load_module_state_dict`. Not collective."""
-    rest, live = _load_parameters(engine, shadow.load, state, strict)
-    buffers = shadow.buffers
-    for key, value in live.items():
-        if id(value) in buffers and key in rest:
-            buffers[id(value)].copy_(rest[key])
+    """Overwrite the values of a shadow, otherwise like :func:`load_module_state_dict`.
 
-
-def _load_parameters(
-    engine: Engine, load: Callable[[Bucket, int, Tensor], None], state: Mapping[str, Any], strict: bool
-) -> tuple[StateDict, StateDict]:
-    """Call ``load`` with the values of all parameters.
-
-    Returns:
-        The remaining entries of ``state``, and all entries of the module's own state dict.
+    Not collective, unless the module has its own ``state_dict``, which reads values.
     """
     module = engine.module
     state = names_of(module, state)
     _run_load_hooks(module, state)
-    live = module.state_dict(keep_vars=True)
+    tensors = stand_ins(engine, shadow)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    own = {name: tensors[id(tensor)] for name, tensor in named if id(tensor) in tensors}
+    live = {key: own.get(key, tensors.get(id(v), v)) for key, v in state_dict_with(module, tensors).items()}
     # The messages are torch's own.
     problems = []
     if strict:
@@ -220,13 +239,15 @@ def _load_parameters(
     ]
     if problems:
         raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems]))
+    buffers = {id(buffer) for buffer in shadow.buffers.values()}
     for key, value in live.items():
-        bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
-        if bucket is not None and key in state:
-            values = state.pop(key)
-            load(bucket, bucket.index[id(value)], values)
-            give_back_pages(values)
-    return state, live
+        if key not in state:
+            continue
+        if isinstance(value, LazyTensor) and isinstance(value.source, ShardedValues):
+            shadow.load(value.source.bucket, value.param, state[key])
+            give_back_pages(state[key])
+        elif id(value) in buffers:
+            value.copy_(state[key])
 
 
 def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
@@ -236,7 +257,7 @@ def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
             hook(state, f"{name}." if name else "", {}, True, [], [], [])
 
 
-def optimizer_state_dict(engine: Engine, updater: ShardUpdater, compact: bool = False) -> StateDict:
+def optimizer_state_dict(engine: Engine, updater: Updater, compact: bool = False) -> StateDict:
     """The optimizer's ``state_dict`` with parameter names instead of indices, the same on all ranks. Collective.
 
     Args:
@@ -299,7 +320,7 @@ class _Moments(NamedTuple):
         return in_blocks(blocks, codes.tensor(param), scales.tensor(param))
 
 
-def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> dict[int, Any]:
+def check_optimizer_state_dict(engine: Engine, updater: Updater, saved: Mapping[str, Any]) -> dict[int, Any]:
     """Check that :func:`load_optimizer_state_dict` can load a state dict; nothing is changed.
 
     Returns:
@@ -336,7 +357,7 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
     return keys
 
 
-def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
+def load_optimizer_state_dict(engine: Engine, updater: Updater, saved: Mapping[str, Any]) -> None:
     """Restore hyperparameters and this rank's shard of the state, from this package's format or plain torch's.
 
     Every rank must have the full state dict.
@@ -347,6 +368,7 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     kept, saved = saved, decoded_lazily(saved)
     keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
     engine.await_updates()  # they write the state that is dropped now
+    engine.admit()  # state has the dtype of masters: callbacks may have added parameters
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         # Copied as in `load_state_dict`: tensors, such as a learning rate, may lie on the pages of the file.
@@ -366,7 +388,7 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
 
 
 def _numbers(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[Any, str]:
-    """By number in the saved state, the name of the parameter, if numbers refer to the module's parameters.
+    """Returns the parameters' names by their numbers in the saved state, if these refer to the module's parameters.
 
     In torch's own format numbers refer to the parameters of the groups; then the result is empty. In FSDP's format they
     refer to the parameters of the module, in ascending order in each group. If the numbers fit both formats, the shapes
@@ -395,9 +417,7 @@ def _parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
 
-def _check_kind(
-    updater: ShardUpdater, saved: Mapping[str, Any], keys: Mapping[int, Any], names: Mapping[int, str]
-) -> None:
+def _check_kind(updater: Updater, saved: Mapping[str, Any], keys: Mapping[int, Any], names: Mapping[int, str]) -> None:
     """Check that an optimizer can continue from a state dict whose groups match its own.
 
     State of the same class always fits, if shapes do. State of another class, or of an unknown one (in plain torch's

@@ -170,6 +170,7 @@ def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagine
             if not answers.interactive:
                 raise
             complain(error)
+            fixed = {**fixed, "changes": ()}  # --set belongs to the model that was refused
             for flag in _OF_MODEL:
                 answers.given.pop(flag, None)
 

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES = 1 << 28  # the default of nvme_buffer_gb
 _SECONDS = 1.0  # of each measurement
-# Bytes of a parameter that rest on the disk, and are read and written by each step that changes it.
+# Bytes of a parameter that rest on the disk, and those of them that a step of one micro-batch reads and writes.
 _RESTING = {
-    "AdamW": 12,  # masters and moments of fp32
-    "AdamW, gradients on the disk": 16,  # of fp32: written in backward, read by the update
-    "split CPUAdamW": 8,  # of parameters that rest at 16 bits on a GPU; moments of bf16
+    "AdamW": (12, 12, 12),  # masters and moments of fp32
+    "AdamW, gradients on the disk": (16, 16, 16),  # of fp32: written in backward, read by the update
+    # Of 16 bits, at stage 3: read by forward and by backward, written by the update.
+    "AdamW, parameters on the disk": (14, 12 + 2 * 2, 14),
+    "split CPUAdamW": (8, 8, 8),  # of parameters that rest at 16 bits on a GPU; moments of bf16
 }
 
 
@@ -35,7 +37,7 @@ class StepTime:
     Attributes:
         optimizer: the optimizer whose state rests on the disk.
         resting_bytes: bytes of the state of all ranks that share the disk.
-        seconds: time in which this state is read and written.
+        seconds: time in which a step of one micro-batch reads and writes it.
     """
 
     optimizer: str
@@ -149,8 +151,8 @@ def _backend_reason(backend: str) -> str:
 
 
 def _steps(params: int, speed: DiskSpeed) -> Iterator[StepTime]:
-    for optimizer, nbytes in _RESTING.items():
-        yield StepTime(optimizer, params * nbytes, speed.seconds(params * nbytes, params * nbytes))
+    for optimizer, (resting, read, written) in _RESTING.items():
+        yield StepTime(optimizer, params * resting, speed.seconds(params * read, params * written))
 
 
 def judge_disk(disk: Disk) -> Iterator[tuple[str, str]]:

@@ -205,8 +205,9 @@ def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
     best = estimates[0]
     if not best.fits:
         return Text(
-            "Nothing fits. Recomputation (--checkpointing), activations in host memory (--activation-offload), a "
-            "smaller --batch, more GPUs, more host memory, or a disk (--disk) take or have what is missing."
+            "Nothing fits. Recomputation (--checkpointing, or the code of a --model), activations in host memory "
+            "(--activation-offload), a smaller --batch, more GPUs, more host memory, or a disk (--disk) take or have "
+            "what is missing."
         )
     stands = best.choice.overrides.get("strategy.nvme_path") == SOME_FOLDER
     return Group(

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from lightning_zero.cli.text import in_a_line
 from lightning_zero.engine import ActivationLimits
 from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.planning.examples import loss_of, zeros_as
 from lightning_zero.planning.tracing import Loss, Trace, TraceError, trace
 from lightning_zero.planning.transformer import Sizes, trace_of
 from lightning_zero.sharding.partition import check_supported
+from lightning_zero.torch_private import tree_leaves
 
 _DTYPES = {
     "long": torch.int64,
@@ -184,7 +186,8 @@ def from_class(
     Args:
         target: "package.module:Class"; None: `_target_` of the arguments.
         arguments: arguments of the constructor; arguments with a `_target_` are instantiated.
-        inputs: forms of tensors, see :func:`parse_input`; without any, the module's `example_input_array` is used.
+        inputs: forms of tensors, see :func:`parse_input`. Without any, forward runs on the module's
+            `example_input_array`, and the first size of each of its tensors becomes ``batch``.
         batch: value of B in a form.
         sequence: value of T in a form.
         precision: precision of the run.
@@ -211,17 +214,16 @@ def from_class(
     if not isinstance(module, nn.Module):
         raise EstimateError(f"{dotted} makes a {type(module).__name__}; expected a torch.nn.Module")
     _check_parameters(dotted, module)
-    makers: list[Callable[[], Tensor]] = [parse_input(text, batch, sequence) for text in inputs]
+    makers = [parse_input(text, batch, sequence) for text in inputs]
     example = getattr(module, "example_input_array", None)
-    if not makers and isinstance(example, Tensor):
-        shape = (batch, *example.shape[1:])
-        makers = [lambda: torch.zeros(shape, dtype=example.dtype)]
-    if not makers:
-        note = "without activations: no --input says what a batch is, and no tensor is the module's example_input_array"
-        return Imagined(dotted, module, None, note)
+    loss = _loss_of_class(makers) if makers else lambda twin: loss_of(twin, zeros_as(example, "cpu", batch))
     with torch.device("meta"):
-        sizes = ", ".join("x".join(map(str, made().shape)) for made in makers)
-    return _traced(dotted, module.train(), _loss_of_class(makers), sizes, precision, activations)
+        made = [make() for make in makers] or tree_leaves(zeros_as(example, "meta", batch))
+    sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in made if isinstance(tensor, Tensor))
+    if not sizes:
+        note = "without activations: no --input says what a batch is, and the module has no example_input_array"
+        return Imagined(dotted, module, None, note)
+    return _traced(dotted, module.train(), loss, sizes, precision, activations)
 
 
 def _first(error: BaseException) -> BaseException:
@@ -270,7 +272,7 @@ def _loss_of_class(makers: Sequence[Callable[[], Tensor]]) -> Loss:
     def loss(module: nn.Module) -> Tensor:
         tensors = [make() for make in makers]
         step = getattr(module, "training_step", None)
-        if step is None or not tensors:
+        if step is None:
             return _scalar(module(*tensors))
         batch = tensors[0] if len(tensors) == 1 else tuple(tensors)
         return _scalar(step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch))

@@ -16,6 +16,8 @@ from types import ModuleType
 from lightning_zero.cgroups import Unlimited, cpu_quota, memory_limit, read_text
 from lightning_zero.limits import locked_memory, machine_memory, physical_memory, processor, shared_memory
 
+_SYS_PTRACE = 19  # the number of the capability, see capabilities(7)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -93,6 +95,14 @@ def _cross_memory(root: Path, ops: ModuleType | None) -> str:
     except ValueError as error:
         refusal = str(error)
     mode = (read_text(root / "proc/sys/kernel/yama/ptrace_scope") or "").strip()
-    if not refusal and mode not in ("", "0", "1"):  # in mode 2 root may
-        refusal = f"kernel.yama.ptrace_scope={mode}, so only root may"
+    if not refusal and mode == "2" and not _may_trace(root):
+        refusal = f"kernel.yama.ptrace_scope={mode}, so only processes with CAP_SYS_PTRACE may, such as those of root"
+    elif not refusal and mode not in ("", "0", "1", "2"):
+        refusal = f"kernel.yama.ptrace_scope={mode}, so no process may"
     return f"no: {refusal}" if refusal else "yes"
+
+
+def _may_trace(root: Path) -> bool:
+    """Whether this process has the capability to trace others."""
+    held = re.search(r"^CapEff:\s*([0-9a-f]+)$", read_text(root / "proc/self/status") or "", re.MULTILINE)
+    return held is not None and bool(int(held[1], 16) >> _SYS_PTRACE & 1)

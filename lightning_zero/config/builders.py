@@ -68,7 +68,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
             `devices` and `num_nodes`, since the loop decides everything else.
 
     Raises:
-        ConfigError: Fabric has no such strategy.
+        ConfigError: Fabric has no such strategy, or a value is out of range.
     """
     from hydra.utils import get_class, instantiate
     from lightning.fabric import Fabric, strategies
@@ -78,6 +78,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     from lightning_zero.integration.names import WITHOUT_AUTO
 
     check_trainer(cfg)
+    _check_sizes(cfg.trainer)
     options, target = _arguments(cfg.strategy), get_class(cfg.strategy["_target_"])
     if issubclass(target, ZeroAutoStrategy):
         raise ConfigError(f"{WITHOUT_AUTO}.")

@@ -21,18 +21,21 @@ def engines_of(module: nn.Module) -> list[Engine]:
 
 @contextlib.contextmanager
 def gathered_parameters(
-    module_or_params: nn.Module | Parameter | Iterable[Parameter], writeback: bool = False
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], writeback: bool = False, full_precision: bool = False
 ) -> Iterator[None]:
     """Hold parameters unsharded inside the context. Collective: all ranks must call it.
 
     If nothing is sharded, it does nothing. Inside, the module may run any number of forward passes, and a different
-    number on each rank. Parameters that were initialized in shards and belong to no engine yet keep every change.
+    number on each rank. Parameters that were initialized in shards and belong to no engine yet keep every change. A
+    context may lie inside another one, which then shows what the inner one has taken over.
 
     Args:
         module_or_params: a module (meaning all its parameters), a parameter, or several.
         writeback: at the end, take over rank 0's values on all ranks. Otherwise only changes that increment torch's
             version counter (``weight.clamp_(...)`` under ``no_grad``) are kept, and must be the same on all ranks;
             changes through ``.data`` are lost.
+        full_precision: show masters in place of 16-bit parameters, and keep what is written in their dtype. Needed for
+            changes that 16 bits would round off, such as those of an average that moves slowly.
     """
     if isinstance(module_or_params, nn.Module):
         parameters = list(module_or_params.parameters())
@@ -40,7 +43,7 @@ def gathered_parameters(
         parameters = [module_or_params] if isinstance(module_or_params, Parameter) else list(module_or_params)
     with contextlib.ExitStack() as stack:
         for engine in _engines_with(parameters):
-            stack.enter_context(engine.gathered(parameters, writeback))
+            stack.enter_context(engine.gathered(parameters, writeback, full_precision))
         stack.enter_context(unsharded_inside(parameters))
         yield
 

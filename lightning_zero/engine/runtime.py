@@ -38,17 +38,18 @@ from lightning_zero.sharding.partition import check_exact, check_initialized, ch
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
+from lightning_zero.sharding.root import Root
 from lightning_zero.storage import TensorStore
 from lightning_zero.storage.timers import Phase, Timers, timed
 from lightning_zero.torch_private import has_post_step_hooks, note_step
 from lightning_zero.update.attached import AttachedOptimizers, attach_module, detach_module, parameters_of
 from lightning_zero.update.clipping import GradientClipping, GradientStats
-from lightning_zero.update.gradient_scale import GradientScale
+from lightning_zero.update.gradient_scale import GradientScale, SharedScaler
 from lightning_zero.update.in_backward import UpdatesInBackward
 from lightning_zero.update.loss_scaler import LossScaler
 from lightning_zero.update.outcomes import StepOutcome, StepOutcomes
 from lightning_zero.update.shell import StepCall
-from lightning_zero.update.view import Updater
+from lightning_zero.update.updaters import Updater
 from lightning_zero.update.visible_gradients import VisibleGradients
 
 
@@ -63,8 +64,9 @@ class Engine:
         released: whether :meth:`release` was called; the engine holds nothing then.
         skip_nonfinite: whether steps with a gradient that is not finite are skipped.
         outcomes: of the steps of the attached optimizers.
-        number: of the engines of this process, in the order of their making.
+        number, shared_number: of the engines of this process, and of its mesh, in the order of their making.
         shows_sums: whether user code sees averaged sums before the last micro-batch, which takes a small all-reduce.
+        ends_steps: whether each step calls :meth:`end_step`, since its caller is user code that will not.
         in_backward: begins updates before their step, and knows whether a step has left torn weights.
         shadows: the shadows of :meth:`make_shadow` that are still in use, by their number.
 
@@ -77,7 +79,7 @@ class Engine:
             gradient.
         units: see :func:`~lightning_zero.sharding.partition.find_units`.
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
-        scaler: chooses the factor of :meth:`scale_loss`; ``None``: no scaling. All optimizers share it.
+        scaler: chooses the factor of :meth:`scale_loss` for all optimizers; ``None``: no scaling. See ``SharedScaler``.
         skip_nonfinite: skip the step, on all ranks, when a gradient is not finite; with a scaler that always happens.
         max_consecutive_skips: see :class:`~lightning_zero.update.outcomes.StepOutcomes`.
         persistence_numel: parameters with at most so many elements stay unsharded at stage 3.
@@ -102,7 +104,7 @@ class Engine:
         optimized: Iterable[Parameter] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         bucket_size_mb: float = 25.0,
-        scaler: LossScaler | None = None,
+        scaler: LossScaler | SharedScaler | None = None,
         skip_nonfinite: bool = True,
         max_consecutive_skips: int | None = None,
         persistence_numel: int = 0,
@@ -114,9 +116,8 @@ class Engine:
         update_in_backward: bool = False,
         activations: ActivationLimits | None = None,
     ) -> None:
-        self.module = module
-        self.placement = placement
-        self.released = self.shows_sums = False
+        self.module, self.placement = module, placement
+        self.released = self.shows_sums = self.ends_steps = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self._scale = GradientScale(scaler)
         self.outcomes = StepOutcomes(self._scale, max_consecutive_skips, placement.mesh.world.rank == 0)
@@ -138,18 +139,18 @@ class Engine:
         self.in_backward = UpdatesInBackward(self._map, self._optimizers, self._clipping, update_in_backward)
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
+        self._root = Root(self._map)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
         self._activations = make_activations(placement.device, placement.executor, activations, self._map.tensors)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
-        self._refresh_hooks: list[Handle] = []
-        self._unshard_hooks: list[UnshardHooks] = []
+        self._refresh_hooks, self._unshard_hooks = list[Handle](), list[UnshardHooks]()
         if placement.sharding.shard_params:
             self._unshard_hooks = install_unshard_hooks(self._map, unit_list, self._prefetcher.gather, self._end_unit)
         else:
             self._refresh_hooks = install_refresh_hooks(self._map, unit_list)
         for submodule in module.modules():
             attach_module(submodule, self)
-        self.number = ENGINES.add(self)
+        self.number, self.shared_number = ENGINES.add(self), next(placement.mesh.engine_numbers)
 
     @property
     def timers(self) -> Timers:
@@ -160,14 +161,9 @@ class Engine:
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around one forward pass of the module: the root's parameters are unsharded inside.
-
-        With gradients enabled they stay so until the flush after backward, else they are freed at the end.
-        """
+        """Surrounds one forward pass of the module; see :class:`Root` for the parameters outside all units."""
         self.in_backward.check()
-        with self._map.refresher.reading(), self._activations.saving():
-            for bucket in self._map.root:
-                bucket.unshard()
+        with self._map.refresher.reading(), self._activations.saving(), self._root.forward():
             self._prefetcher.begin_pass()
             try:
                 with self.timers.phase(Phase.FORWARD):
@@ -181,7 +177,7 @@ class Engine:
         self._map.refresher.finish()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Around the backward of every micro-batch but the last of a step."""
+        """Surrounds the backward of every micro-batch but the last of a step."""
         return self._reducer.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -190,19 +186,19 @@ class Engine:
         return self._scale.multiply(loss)
 
     def _adopt_scale(self) -> None:
-        """Before a backward: bring all gradients that are held to the scaler's current scale, as new ones have it."""
+        """Bring all held gradients to the scaler's current scale, which new ones will have. Precedes a backward."""
         if (factor := self._scale.adopt()) != 1.0:
             for gradients in self._map.gradients:
                 gradients.scale(factor)
 
     @without_freed_checks
     def begin_backward(self, eager: bool = True) -> None:
-        """Before the outermost backward.
+        """Prepare for the outermost backward, which follows.
 
         Args:
             eager: reduce buckets while backward goes on; ``False`` leaves all to :meth:`flush`.
         """
-        self._optimizers.admit()
+        self.admit()
         self._gradient_hooks.come_last()
         self._clipping.begin_backward()
         self._adopt_scale()
@@ -227,7 +223,7 @@ class Engine:
 
     @without_freed_checks
     def flush(self) -> None:
-        """After the outermost backward: reduce the gradients that are left, used or not, and free gathered parameters.
+        """Reduce the gradients that are left, used or not, and free gathered parameters, after the outermost backward.
 
         All ranks call it after every micro-batch, also one that has run no backward in it.
         """
@@ -244,8 +240,7 @@ class Engine:
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._prefetcher.end_pass()
-        for bucket in self.buckets:
-            bucket.reshard()
+        self._root.end_backward()
 
     # --------------------------------------------------------------------------------------------------- optimizers
 
@@ -265,6 +260,10 @@ class Engine:
         self._optimizers.attach(updaters, self)
         self.in_backward.check_optimizers()
         self.zero_grad(p for b in self.buckets for p in b.parameters)
+
+    def admit(self) -> None:
+        """Begin to optimize parameters that have joined the attached optimizers. The same call on all ranks."""
+        self._optimizers.admit()
 
     def begin_training(self) -> None:
         """Make the masters that were left out, of what was not cast or is loaded next. The same call on all ranks."""
@@ -298,6 +297,7 @@ class Engine:
     def _measure(self, clamped: bool = False) -> None:
         """Reduce what is not reduced yet, and make norms known; see :meth:`GradientClipping.measure`. Collective."""
         if self._reducer.in_backward:  # user code began it by `loss.backward()`
+            self._reducer.check_ended()
             self.flush()
         while left_over := self._clipping.measure(clamped):
             self.in_backward.check_left_over(left_over)
@@ -384,8 +384,8 @@ class Engine:
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         with self.in_backward.completing(optimizer, call) as updates:
             self._optimizers.update(optimizer, used, updates)
-        if has_post_step_hooks(optimizer):
-            self.end_step()  # they may read parameters
+        if self.ends_steps or has_post_step_hooks(optimizer):
+            self.end_step()  # the code that follows, and hooks, may read parameters
 
     @property
     def loss_scale(self) -> float:
@@ -411,7 +411,7 @@ class Engine:
 
     @timed(Phase.GATHER)
     def end_step(self, reads: bool = True) -> None:
-        """After a step, before code that may read parameters: gather what is stale, which no reader may do. Collective.
+        """Gather what is stale, which no reader may do: after a step, before code that may read parameters. Collective.
 
         For what is updated where it is read, the reader waits (see :mod:`lightning_zero.sharding.pending`).
 

@@ -177,7 +177,8 @@ class Shadow:
         for name, live in self._map.module.named_buffers():
             if name not in self._buffers or self._buffers[name].shape != live.shape:
                 device = self._store.device if self._store else live.device
-                self._buffers[name] = live.detach().to(device, copy=True)
+                with torch.inference_mode(False):  # updates follow outside of the validation that may run now
+                    self._buffers[name] = live.detach().to(device, copy=True)
             yield live, self._buffers[name]
 
 

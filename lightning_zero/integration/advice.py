@@ -43,6 +43,9 @@ def provide_advice() -> None:
                 "`on_before_optimizer_step` come later"
             ),
             Case.NOT_LAST_MICRO_BATCH: "`on_before_optimizer_step` is the place for it",
+            Case.STEP_IN_BACKWARD: (
+                "in automatic optimization ZeroStrategy(update_in_backward=True) updates parameters during backward"
+            ),
             Case.NOT_ON_HOST: "train with an offloading strategy such as strategy='zero2_offload'",
             Case.MASTERS_NOT_ON_HOST: "use offload_optimizer='cpu'",
             Case.MASTERS_NOT_FP32: (
@@ -77,6 +80,14 @@ def provide_advice() -> None:
                 "The disk or the memory is faulty: resume from the last checkpoint with another nvme_path"
             ),
             Case.NOT_IN_BACKWARD: "update_in_backward=False makes all updates after backward",
+            Case.NOT_PINNED: (
+                "or pin less: a smaller staging_buffer_mb or offload_fraction, a larger shard_size, parameters on the "
+                "device"
+            ),
+            Case.SMALLEST_SCALE: "use precision='bf16-mixed' or 'bf16-true'",
+            Case.DIFFERENTIABLE: "or use native_optimizer='off'",
+            Case.SKIPPED_TOO_OFTEN: "max_consecutive_skips is the limit, None for no limit",
+            Case.COMPILED_AS_A_WHOLE: "or make it one unit with units=[{name!r}]",
             Case.TORN: (
                 "Resume from the last checkpoint: trainer.fit(model, ckpt_path=path). "
                 "ModelCheckpoint(every_n_train_steps=n) writes one every n steps"

@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_zero import limits
 from lightning_zero.integration import engines, private
 from lightning_zero.integration.choices import Way, fine_ways
-from lightning_zero.integration.names import AUTO, STRATEGIES
-from lightning_zero.integration.options import CHOSEN, AutoOptions, StrategyOptions, check_names
+from lightning_zero.integration.names import AUTO, STRATEGIES, register_auto_in
+from lightning_zero.integration.options import CHOSEN, AutoOptions, StrategyOptions, check_choice, check_names
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.integration.preflight import DoesNotFitError
 from lightning_zero.integration.remedies import setting_of
@@ -31,13 +31,13 @@ from lightning_zero.planning.calibration import CalibrationError, calibrated, re
 from lightning_zero.planning.choosing import Pick, Room, choose, most, needs_of, spared
 from lightning_zero.planning.devices import Machine
 from lightning_zero.planning.estimate import Choice
+from lightning_zero.planning.examples import loss_of, zeros_as
 from lightning_zero.planning.machine import this_machine
 from lightning_zero.planning.memory import Memory
 from lightning_zero.planning.preflight import Claim, Pool, Side, in_units
 from lightning_zero.planning.tracing import Trace, trace
 from lightning_zero.sharding import ShardedParameter, ShardingPolicy
 from lightning_zero.storage import device_type
-from lightning_zero.torch_private import tree_leaves, tree_map
 
 _GIB = 2**30
 _LIMITS = {
@@ -172,8 +172,16 @@ class ZeroAutoStrategy(ZeroStrategy):
         known = [*inspect.signature(ZeroAutoStrategy).parameters, *inspect.signature(ZeroStrategy).parameters]
         known.remove("options")
         check_names("ZeroAutoStrategy", options, [name for name in dict.fromkeys(known) if name not in CHOSEN])
+        self._gradients = options.pop("offload_gradients", "auto")  # holds where a disk is chosen
+        check_choice("offload_gradients", self._gradients)
         super().__init__(**{**self._UNTIL_THEN, **self.auto_options.fixed, **options})
         self._given = self._options
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
+        """Register ``zero_auto``."""
+        register_auto_in(strategy_registry, cls)
 
     @override
     def _check_compiled(self, module: pl.LightningModule) -> None:
@@ -238,7 +246,8 @@ class ZeroAutoStrategy(ZeroStrategy):
         return Choice(way.overrides, way.python, setting_of(options, size, memory.setting.precision))
 
     def _options_of(self, way: Way) -> StrategyOptions:
-        return dataclasses.replace(self._given, **_ON_DEVICE | way.options)
+        on_disk = {"offload_gradients": self._gradients} if "nvme" in way.options.values() else {}
+        return dataclasses.replace(self._given, **_ON_DEVICE | way.options | on_disk)
 
     def _machine(self) -> Machine:
         """Describes the machine, with measured rates if there are any."""
@@ -279,7 +288,7 @@ class ZeroAutoStrategy(ZeroStrategy):
 
         def loss(twin: nn.Module) -> Tensor:
             with precision.computing_on("cpu"):
-                return _mean(_call(twin, precision.convert_input(_zeros(example))))
+                return loss_of(twin, precision.convert_input(zeros_as(example, "cpu")))
 
         try:
             stay = device_type(self.root_device).shares_host_memory
@@ -306,7 +315,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         """Become the strategy of a way. Collective."""
         before, self._options = self._options, self._options_of(way)
         if self._engine is not None and before != self._options:
-            self._engine.release()
+            engines.release(self._engine)
             self._engine = None
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         assert self._mesh is not None
@@ -324,20 +333,3 @@ def _free(path: str | None) -> int:
     while not folder.exists():  # the run will make it
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _zeros(example: Any) -> Any:
-    return tree_map(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, example)
-
-
-def _call(module: nn.Module, example: Any) -> Any:
-    """Runs forward on an example as Lightning does: the example is one argument, or a tuple or mapping of arguments."""
-    if isinstance(example, tuple):
-        return module(*example)
-    return module(**example) if isinstance(example, Mapping) else module(example)
-
-
-def _mean(output: Any) -> Tensor:
-    """Returns a scalar that depends on all floating-point numbers of an output."""
-    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
-    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

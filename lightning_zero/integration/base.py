@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.integration import engines, private
+from lightning_zero.integration import engines, private, remedies
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.patches import OnShards, Undo
 from lightning_zero.integration.precision import ZeroPrecision
@@ -84,6 +84,7 @@ class EngineStrategy(DDPStrategy):
     persistence_numel = _Option(lambda options: options.persistence_numel)
     max_live_numel = _Option(lambda options: options.max_live_numel)
     prefetch_mb = _Option(lambda options: options.prefetch_mb)
+    max_in_flight_mb = _Option(lambda options: options.max_in_flight_mb)
     staging_buffer_mb = _Option(lambda options: options.staging_buffer_mb)
     activation_offload = _Option(lambda options: options.activation_offload)
     activation_offload_mb = _Option(lambda options: options.activation_offload_mb)
@@ -135,7 +136,7 @@ class EngineStrategy(DDPStrategy):
                 of the last run.
         """
         if self._engine is not None and (module is None or module is self._engine.module):
-            self._engine.release()
+            engines.release(self._engine)
             self._engine = None
         elif module is not None:
             unshard_parameters(module.parameters())
@@ -161,7 +162,7 @@ class EngineStrategy(DDPStrategy):
         """Build the engine, or give the engine of an earlier run its new optimizers."""
         engine = self._engine
         if engine is not None and not self._fits(engine, module, optimizers or ()):
-            engine.release()
+            engines.release(engine)
             engine = None
         if engine is None:
             precision = self.precision_plugin
@@ -181,12 +182,16 @@ class EngineStrategy(DDPStrategy):
                 trains,
                 self._planned,
             )
-            private.report_device(module, self.root_device)
+            private.report(module, self.root_device, precision.module_dtype)
             precision.attach(engine)
             self._engine = engine
         if optimizers is not None:
             engine.begin_training()
             engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
+
+    def undo_in_teardown(self, undo: Sequence[Undo]) -> None:
+        """Restore replaced methods when this run is torn down."""
+        self._undo += undo
 
     def _planned(self) -> Plan | None:
         """Returns the plan of the run's memory, if it is known already."""
@@ -223,12 +228,22 @@ class EngineStrategy(DDPStrategy):
             []
             if optimizers is None
             else [store for each in _of(trainer, OnShards) for store in each.averages(trainer)],
+            _halved(trainer, module),
         )
 
 
 def _of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
     """The callbacks of a kind."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def _halved(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """Tells what goes with half the batch; see :func:`remedies.activations`."""
+    if not module.automatic_optimization:
+        return remedies.BY_HAND
+    if _of(trainer, GradientAccumulationScheduler):  # it refuses the Trainer's flag
+        return "twice the factors of GradientAccumulationScheduler"
+    return f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
 
 
 def _micro_batches(trainer: pl.Trainer) -> int:

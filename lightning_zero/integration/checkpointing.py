@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.engine import Engine
 from lightning_zero.integration import private
 from lightning_zero.integration.advice import WEIGHTS_ALONE
 from lightning_zero.integration.base import EngineStrategy
@@ -27,7 +28,7 @@ from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.sharding.compiled import plain_names
 from lightning_zero.sharding.sharded_init import usable_inside
-from lightning_zero.update import ShardUpdater, decoded
+from lightning_zero.update import Updater, decoded
 from lightning_zero.version import __version__
 
 WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
@@ -63,9 +64,20 @@ class CheckpointingStrategy(EngineStrategy):
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by(self._mesh)}
         if "optimizer_states" in checkpoint:  # a run can resume from it
             checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(self._mesh.world, self.root_device)
+        with _checkpoint.pickled_as_masters(engines):
+            self._save(checkpoint, filepath, storage_options, self._mesh.world, engines)
+
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: private.PathLike,
+        storage_options: Any | None,
+        world: Group,
+        engines: Sequence[Engine],
+    ) -> None:
         form = self.options.checkpoint_format
         if self._is_ours and storage_options is None:
-            path, world = _checkpoint.locate(filepath), self._mesh.world
+            path = _checkpoint.locate_first(filepath, world)
             save = _checkpoint.begin(form, checkpoint, path, engines, world, checksums=self.options.checksums)
             if save is not None:
                 self._write(save, world)
@@ -145,7 +157,7 @@ class CheckpointingStrategy(EngineStrategy):
         """The state for user code, which may save it on rank 0 alone: all of it is gathered there."""
         return _checkpoint.full_on_first(self._lazy_module_state(), self.engine)
 
-    def _state_of(self, updater: ShardUpdater) -> dict[str, Any]:
+    def _state_of(self, updater: Updater) -> dict[str, Any]:
         """See :meth:`_module_state`."""
         state = _checkpoint.full_on_first(_checkpoint.optimizer_state_dict(self.engine, updater), self.engine)
         return state if self.is_global_zero else {**state, "state": {}}
@@ -154,7 +166,7 @@ class CheckpointingStrategy(EngineStrategy):
         """The state for the Trainer's checkpoints, which all ranks write: tensors are read when they are written."""
         return _checkpoint.module_state_dict(self.engine)
 
-    def _lazy_state_of(self, updater: ShardUpdater) -> dict[str, Any]:
+    def _lazy_state_of(self, updater: Updater) -> dict[str, Any]:
         """See :meth:`_lazy_module_state`."""
         return _checkpoint.optimizer_state_dict(self.engine, updater, self.options.checkpoint_state == "compact")
 
@@ -172,13 +184,9 @@ class CheckpointingStrategy(EngineStrategy):
         finally:
             undo()
 
-    def _updater_of(self, optimizer: Optimizer) -> ShardUpdater | None:
+    def _updater_of(self, optimizer: Optimizer) -> Updater | None:
         """The updater that drives ``optimizer``; ``None`` for the stand-in of a module that configures none."""
-        for updater in self.engine.updaters:
-            if updater.optimizer is optimizer:
-                assert isinstance(updater, ShardUpdater)
-                return updater
-        return None
+        return next((updater for updater in self.engine.updaters if updater.optimizer is optimizer), None)
 
     # ------------------------------------------------------------------------------------------------------ loading
 

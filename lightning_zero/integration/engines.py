@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import numa, ops
 from lightning_zero.engine import ActivationLimits, Engine
-from lightning_zero.integration import remedies
+from lightning_zero.integration import private, remedies
 from lightning_zero.integration.disk import make_disk_store
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision
@@ -99,6 +99,15 @@ def init_in_shards(options: StrategyOptions, mesh: Mesh, device: torch.device) -
         yield
 
 
+def release(engine: Engine) -> None:
+    """Releases an engine, so that its module has ordinary parameters at full precision, and reports so. Collective."""
+    engine.release()
+    policy = engine.placement.precision
+    # Of a whole module in 16 bits; otherwise its dtype was never reported as another.
+    if policy.cast_buffers and policy.param_dtype is not None and policy.needs_master(policy.param_dtype):
+        private.report(engine.module, dtype=torch.float32)
+
+
 def make_engine(
     module: nn.Module,
     mesh: Mesh,
@@ -152,7 +161,7 @@ def make_engine(
         prefetch_mb=options.prefetch_mb,
         check_steps=options.check_steps,
         detect_data_edits=options.detect_data_edits,
-        scaler=precision.scaler,
+        scaler=precision.shared_scaler,
         skip_nonfinite=options.skip_nonfinite,
         max_consecutive_skips=options.max_consecutive_skips,
         whole=whole,
@@ -166,7 +175,24 @@ def make_engine(
             "To reduce this, use a smaller shard_size, larger units at stage 3, a stage below 3, or an element-wise "
             "optimizer for the largest parameters"
         )
+    engine.ends_steps = True
     return engine
+
+
+@contextlib.contextmanager
+def ending_steps(engine: Engine, reads: bool = True) -> Iterator[None]:
+    """Ends the steps made inside at its exit; those that user code makes outside end where they are made.
+
+    Args:
+        engine: makes the steps.
+        reads: see :meth:`Engine.end_step`.
+    """
+    engine.ends_steps = False
+    try:
+        yield
+    finally:
+        engine.ends_steps = True
+    engine.end_step(reads)
 
 
 def activation_limits(options: StrategyOptions) -> ActivationLimits | None:
@@ -193,6 +219,7 @@ def describe_memory(
     trains: bool = True,
     clips_by_value: bool = False,
     averages: Sequence[TensorStore | None] = (),
+    halved: str = remedies.BY_HAND,
 ) -> Memory:
     """Collects the inputs of plans, for the options of the run and for others that take less memory.
 
@@ -208,6 +235,7 @@ def describe_memory(
         trains: see there.
         clips_by_value: see there.
         averages: see there.
+        halved: see :func:`~lightning_zero.integration.remedies.activations`.
     """
     num_nodes, num_processes, rank = ranks
     world_size = num_nodes * num_processes
@@ -228,7 +256,7 @@ def describe_memory(
         world_size=world_size,
         rank=rank,
         candidates=list(remedies.candidates(options, setting, default_size, world_size)),
-        hint=remedies.activations(None if optimizers is None else micro_batches),
+        hint=remedies.activations(None if optimizers is None else halved),
     )
 
 

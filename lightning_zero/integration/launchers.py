@@ -17,9 +17,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.integration import private
+from lightning_zero.integration import private, saves
+from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.patches import replace_methods
-from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error, tells_an_end
 
 _SECONDS_TO_END = 1.0
 _KILLED = ", nearly always because host memory ran out: see `dmesg`, the container's log and `lightning-zero doctor`"
@@ -53,46 +53,36 @@ class GatheringLauncher(private.MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         _recover_checkpoints(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            if trainer is not None:  # its callbacks are told of the error next; not before, since ranks get copies
+                assert isinstance(trainer.strategy, EngineStrategy)
+                trainer.strategy.undo_in_teardown(saves.guard_exceptions(trainer, lambda _: _InOtherProcesses()))
+            raise
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         fitted = trainer.state.fn == TrainerFn.FITTING  # otherwise Lightning reads the weights, but sends none
-        state = trainer.strategy.lightning_module_state_dict() if fitted else {}  # bucket by bucket, to rank 0's host
-        undo = replace_methods(trainer.lightning_module, {"state_dict": lambda *_, **__: state})
+        module = trainer.lightning_module
+        # Bucket by bucket, to rank 0's host, and then by the names in the module, which loads them.
+        state = _checkpoint.state_for(module, trainer.strategy.lightning_module_state_dict()) if fitted else {}
+        undo = replace_methods(module, {"state_dict": lambda *_, **__: state})
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             undo()
 
 
-def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
-    """Report this rank's error to the ranks that wait for it. If it waited itself, add why another rank is missing.
+class _InOtherProcesses:
+    """The failure of ranks, for the process that has started them: a refusal to save."""
 
-    Args:
-        exception: the error that ends this rank's fit.
-        board: of the ranks.
-        launcher: of this process.
-    """
-    if not is_communication_error(exception):
-        board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
-        return
-    # Errors of Lightning's own collectives do not name the cause.
-    if not isinstance(exception, CollectiveError) and (cause := _cause(exception, board)):
-        exception.add_note(cause)
-    if isinstance(launcher, ScriptLauncher) and (ended := launcher.ended_by_signal()):
-        exception.add_note(ended)
+    def why_no_save(self, trainer: pl.Trainer) -> str:
+        """Say where the weights were."""
+        return "this process has started the ranks and has none of their weights. Resume from an earlier checkpoint"
 
 
-def _cause(exception: BaseException, board: Board) -> str:
-    if cause := board.explain():
-        return cause
-    missing = board.describe(board.find_missing(None, tells_an_end(str(exception))))
-    late = f"{missing} did not come: it was killed, or its node or the network to it is down" if missing else ""
-    return board.explain() or late
-
-
-def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:
+def make_launcher(strategy: EngineStrategy) -> ScriptLauncher | GatheringLauncher:
     """Makes the launcher for the strategy's start method.
 
     Raises:

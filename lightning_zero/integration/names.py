@@ -1,24 +1,13 @@
-"""The names that ``strategy=`` of Trainer and Fabric takes, registered without importing their classes.
-
-Importing the package therefore takes milliseconds; engine, kernels and Hydra are imported at their first use.
-"""
+"""The names that ``strategy=`` of Trainer and Fabric takes, and their place in a registry of strategies."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_zero.integration.auto import ZeroAutoStrategy
-    from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.private import StrategyRegistryType
-    from lightning_zero.integration.strategy import ZeroStrategy
 
 # Arguments of `ZeroStrategy` by name. Offloading moves the optimizer state to the host or a disk, at stage 3 also the
 # parameters.
@@ -43,69 +32,29 @@ WITHOUT_AUTO = (
 _PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}
 
 
-def register() -> None:
-    """Register the names with Trainer and Fabric of ``lightning`` as soon as it is imported; this imports neither.
-
-    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, each name becomes an
-    error that says what to import. The order in which the packages are imported does not matter.
-    """
-    _when_imported(
-        "lightning.pytorch.strategies",
-        lambda strategies: register_in(strategies.StrategyRegistry, make_strategy, make_auto_strategy),
-    )
-    _when_imported(
-        "lightning.fabric.strategies",
-        lambda strategies: register_in(strategies.STRATEGY_REGISTRY, make_fabric_strategy, refuse_auto),
-    )
-    _when_imported("pytorch_lightning.strategies", _refuse_in)
-
-
-def _when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    if name in sys.modules:
-        act(sys.modules[name])
-    elif not any(isinstance(finder, _Await) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Await(name, act))
-
-
-class _Await(MetaPathFinder):
-    """Waits for the import of a module, and calls a function with the module after it."""
-
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self.name, self.act = name, act
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                self.act(module)
-
-            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec
-
-
-def register_in(registry: StrategyRegistryType, make: Callable[..., Any], make_auto: Callable[[], Any]) -> None:
-    """Add the names to a registry of strategies, which then refuses names that are similar to them.
+def register_in(registry: StrategyRegistryType, make: Callable[..., Any]) -> None:
+    """Add the names of :data:`STRATEGIES` to a registry, which then refuses names that are similar to them.
 
     Args:
         registry: of the Trainer or of Fabric.
         make: makes the registry's strategy from arguments.
-        make_auto: makes the strategy that chooses, or raises an error that says why there is none.
     """
     for name, arguments in STRATEGIES.items():
         place = _PLACES[arguments.get("offload_optimizer", "none")]
         description = f"ZeRO stage {arguments['stage']}{place}"
         registry.register(name, make, description, override=True, **arguments)
-    registry.register(AUTO, make_auto, "the ZeRO stage and places that are fastest within the memory", override=True)
     # The Trainer looks for a name in this list, and its own error for an unknown name does not list ours.
     registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]
+
+
+def register_auto_in(registry: StrategyRegistryType, make: Callable[[], Any]) -> None:
+    """Add :data:`AUTO` to a registry.
+
+    Args:
+        registry: of the Trainer or of Fabric.
+        make: makes the strategy that chooses, or raises an error that says why there is none.
+    """
+    registry.register(AUTO, make, "the ZeRO stage and places that are fastest within the memory", override=True)
 
 
 class _Names(list[str]):
@@ -125,39 +74,6 @@ class _Names(list[str]):
         return found
 
 
-def _refuse_in(strategies: ModuleType) -> None:
-    for name in (*STRATEGIES, AUTO):
-        strategies.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
-
-
-def make_strategy(**arguments: Any) -> ZeroStrategy:
-    """Make the strategy of the Trainer."""
-    from lightning_zero.integration.strategy import ZeroStrategy
-
-    return ZeroStrategy(**arguments)
-
-
-def make_auto_strategy() -> ZeroAutoStrategy:
-    """Make the Trainer's strategy that chooses among the others."""
-    from lightning_zero.integration.auto import ZeroAutoStrategy
-
-    return ZeroAutoStrategy()
-
-
 def refuse_auto() -> None:
     """Raise an error that says why Fabric has no strategy that chooses."""
     raise ValueError(WITHOUT_AUTO)
-
-
-def make_fabric_strategy(**arguments: Any) -> ZeroFabricStrategy:
-    """Make the strategy of Fabric."""
-    from lightning_zero.integration.fabric import ZeroFabricStrategy
-
-    return ZeroFabricStrategy(**arguments)
-
-
-def _refuse_pytorch_lightning() -> None:
-    raise ImportError(
-        "lightning_zero works with the package `lightning`, not with `pytorch_lightning`: their classes do not mix. "
-        "Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`"
-    )

@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
@@ -56,6 +56,7 @@ class StrategyOptions:
     persistence_numel: int = 10_000
     max_live_numel: int | None = None
     prefetch_mb: float = 0.0
+    max_in_flight_mb: float = 64.0
     staging_buffer_mb: float = 256.0
     activation_offload: bool = False
     activation_offload_mb: float = 1.0
@@ -81,22 +82,19 @@ class StrategyOptions:
         if not isinstance(self.stage, int) or isinstance(self.stage, bool) or self.stage not in _STAGES:
             stages = ", ".join(map(str, _STAGES))
             raise ValueError(f"stage={self.stage!r} is not a ZeRO stage; expected one of {stages}")
-        for name, choices in CHOICES.items():
+        for name in CHOICES:
             value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+            check_choice(name, value)
             # Hydra passes members of an enum, and the safe loader of checkpoints refuses these.
             object.__setattr__(self, name, str(value))
         self._check_stores()
         self._check_fraction()
         self._check_disk()
+        self._check_gradients()
         self._check_shard_size()
         _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
-        for name in (
-            *("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"),
-            *("nvme_checksums", "activation_offload", "update_in_backward", "accumulate_on_device"),
-        ):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         self._check_update_in_backward()
@@ -106,6 +104,8 @@ class StrategyOptions:
         _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
         mib = "a number of MiB >= 0; 0 gathers one unit ahead"
         _check_positive("prefetch_mb", self.prefetch_mb, mib, zero=True)
+        last = "a number of MiB >= 0; 0 leaves one bucket under way"
+        _check_positive("max_in_flight_mb", self.max_in_flight_mb, last, zero=True)
         _check_positive(
             "staging_buffer_mb", self.staging_buffer_mb, "a number of MiB greater than 0; 256 is a good start"
         )
@@ -180,6 +180,15 @@ class StrategyOptions:
                 )
             object.__setattr__(self, "nvme_path", path)
 
+    def _check_gradients(self) -> None:
+        where, optimizer = self.offload_gradients, self.offload_optimizer
+        if (where == "nvme" and not self.uses_disk) or (where == "cpu" and optimizer == "none"):
+            raise ValueError(
+                f"offload_gradients={where!r} needs optimizer state on a disk: elsewhere sharded gradients rest with "
+                f"the state; got offload_optimizer={optimizer!r}. Use offload_optimizer='nvme', or "
+                "offload_gradients='auto'"
+            )
+
     @property
     def uses_disk(self) -> bool:
         """Whether state rests on a disk."""
@@ -194,6 +203,11 @@ class StrategyOptions:
     def disk_path(self) -> str | None:
         """The folder on the disk, if one is named by the option or the environment variable; otherwise ``None``."""
         return self.nvme_path or os.environ.get(NVME_PATH) or None
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """``max_in_flight_mb`` in bytes."""
+        return int(self.max_in_flight_mb * 2**20)
 
     @property
     def staging_bytes(self) -> int:
@@ -282,6 +296,7 @@ class AutoOptions:
         return {name: value for name in FREE if (value := getattr(self, name)) is not None}
 
 
+SWITCHES = tuple(field.name for field in fields(StrategyOptions) if field.type == "bool")
 # The valid values of the options that take one of a few words.
 CHOICES: dict[str, tuple[str, ...]] = {
     "native_optimizer": get_args(NativeName),
@@ -294,6 +309,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload_params": get_args(StoreName),
     "offload_gradients": get_args(GradientStoreName),
 }
+
+
+def check_choice(name: str, value: object) -> None:
+    """Raise a :class:`ValueError` if ``value`` is none of the words of an option of ``CHOICES``."""
+    if value not in CHOICES[name]:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 def lists_options(init: Callable[P, None]) -> Callable[P, None]:

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_zero.checkpoint import Background
 from lightning_zero.integration import private
+from lightning_zero.sharding import MixedPrecisionPolicy
 from lightning_zero.storage import TensorStore
 
 Skipped = Callable[[], bool]
@@ -148,6 +149,24 @@ def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
             if hooks.updating:
                 undo.append(_unshard_for_updates(callback, hooks.updating, to_read))
     return undo
+
+
+def widen_average(callback: Callback, policy: MixedPrecisionPolicy) -> list[Undo]:
+    """Make the callback average 16-bit weights that get masters in fp32: it copies the module before they exist."""
+    dtype = policy.param_dtype
+    if not copies_module(callback) or dtype is None or dtype.itemsize != 2 or not policy.master_weights:
+        return []
+    assert isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    own = callback.setup
+
+    @functools.wraps(own)
+    def setup(callback: Any, *args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        for parameter in () if (average := private.average_of(callback)) is None else average.parameters():
+            if parameter.requires_grad and parameter.dtype.itemsize == 2:
+                parameter.data = parameter.data.float()
+
+    return [replace_methods(callback, {"setup": setup})]
 
 
 def _within(callback: Callback, name: str, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.engine.runtime import ENGINES, Engine
 from lightning_zero.sharding import MixedPrecisionPolicy
-from lightning_zero.update import DynamicLossScaler, LossScaler, StaticLossScaler
+from lightning_zero.update import DynamicLossScaler, LossScaler, SharedScaler, StaticLossScaler
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
@@ -124,6 +124,7 @@ class ZeroPrecision(Precision):
         if scaler is None and torch.float16 in (self._input_dtype, mode.autocast_dtype):
             scaler = DynamicLossScaler()
         self.scaler = scaler
+        self.shared_scaler = None if scaler is None else SharedScaler(scaler)  # for all engines that this plugin serves
         self._skipped_steps = 0  # counted before there was an engine
         self._engine: Engine | None = None
 
@@ -132,6 +133,11 @@ class ZeroPrecision(Precision):
         if engine is not self._engine:
             engine.outcomes.skipped = self.skipped_steps
             self._engine = engine
+
+    @property
+    def module_dtype(self) -> torch.dtype | None:
+        """The dtype that a whole module has in this precision; ``None``: its tensors have dtypes of their own."""
+        return self._default_dtype
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled or copied Trainer has no shards; its next run attaches a new engine.

@@ -17,7 +17,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -81,6 +81,12 @@ def link_method(callback: ModelCheckpoint) -> Any:
     return callback._link_checkpoint
 
 
+def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
+    """The copy of the module in which the callback averages; ``None`` outside a fit."""
+    average: nn.Module | None = callback._average_model
+    return average
+
+
 def signal_connector(trainer: pl.Trainer) -> Any:
     """Handles signals; no hook comes between that of a requeueing and the save."""
     return trainer._signal_connector
@@ -107,9 +113,9 @@ def checkpoint_connector(trainer: pl.Trainer) -> _CheckpointConnector:
     return trainer._checkpoint_connector
 
 
-def report_device(module: nn.Module, device: torch.device) -> None:
-    """Make ``LightningModule.device`` say ``device``; the public ``to`` would move the parameters."""
-    _update_properties(module, device=device)
+def report(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    """Make ``LightningModule.device`` and ``dtype`` say so; the public ``to`` would move and cast the parameters."""
+    _update_properties(module, device=device, dtype=dtype)
 
 
 def is_compiled(module: pl.LightningModule) -> bool:

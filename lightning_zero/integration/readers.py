@@ -28,9 +28,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 # Hooks that run between a step and the next `training_step`, in every step.
+_OF_DATA = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _OF_MODULES = (
     *("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *_OF_DATA,
     *("on_validation_model_zero_grad", "on_validation_model_eval"),
 )
 _OF_CALLBACKS = ("on_train_batch_end", "on_train_batch_start")
@@ -46,6 +47,9 @@ _HARMLESS = frozenset(
 def reads_after_each_step(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether hooks may read parameters between a step and the next forward; in manual optimization all code may."""
     if not module.automatic_optimization or any(is_overridden(hook, module) for hook in _OF_MODULES):
+        return True
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and any(is_overridden(hook, data) for hook in _OF_DATA):
         return True
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return any(

@@ -18,6 +18,8 @@ _PRECISIONS: dict[str, PrecisionName] = {"bf16": "bf16-mixed", "bf16_true": "bf1
 
 _STAGING_MB = 32  # enough for copies to overlap, if not at full speed
 
+BY_HAND = "twice as many micro-batches in a step"  # goes with half the batch where user code accumulates gradients
+
 _MEMORIES: dict[str, Memory] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
@@ -43,6 +45,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         precision,
         options.offload_fraction,
         options.master_layout == "split",
+        options.in_flight_bytes,
         options.staging_bytes,
         options.gradients_rest if options.uses_disk else None,
         options.update_in_backward,
@@ -65,22 +68,33 @@ def candidates(
     def changed(shard_size: int = now.shard_size, **changes: Any) -> Setting:
         return setting_of(replace(options, **changes), shard_size, now.precision)
 
-    on_device = {"offload_optimizer": "none", "offload_params": "none", "offload_fraction": 1.0}
+    on_device = {
+        "offload_optimizer": "none",
+        "offload_params": "none",
+        "offload_fraction": 1.0,
+        "offload_gradients": "auto",
+    }
     for name, arguments in STRATEGIES.items():
         if "nvme" in arguments.values() and (options.disk_path is None or options.update_in_backward):
             continue  # no path is known, or the strategy would be refused
         if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most memory
             continue
         part = {"offload_fraction": options.offload_fraction} if "offload_optimizer" in arguments else {}
-        other = changed(default_size if options.replicates else now.shard_size, **{**on_device, **arguments, **part})
+        gradients = options.offload_gradients
+        keeps = "nvme" in arguments.values() or gradients in ("auto", arguments.get("offload_optimizer"))
+        there = {"offload_gradients": gradients} if keeps else {}  # another place would be refused
+        size = default_size if options.replicates else now.shard_size
+        other = changed(size, **{**on_device, **arguments, **part, **there})
         if other != now:
-            yield f"strategy={name}", other
+            yield f"strategy={name}{'' if keeps else ' strategy.offload_gradients=auto'}", other
     if options.offload_optimizer == "none" and now.sharding.shard_params:
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
     if options.uses_disk and options.offload_gradients != "nvme":
         yield "strategy.offload_gradients=nvme", changed(offload_gradients="nvme")
     if options.offload_optimizer != "none" and options.overlap and options.staging_buffer_mb > _STAGING_MB:
         yield f"strategy.staging_buffer_mb={_STAGING_MB}", changed(staging_buffer_mb=_STAGING_MB)
+    if options.overlap and options.max_in_flight_mb > 0 and world_size > 1:
+        yield "strategy.max_in_flight_mb=0", changed(max_in_flight_mb=0.0)
     if options.accumulate_on_device:
         yield "strategy.accumulate_on_device=false", changed(accumulate_on_device=False)
     if options.offload_fraction < 1:
@@ -99,11 +113,15 @@ def candidates(
             yield f"precision={name}", replace(now, precision=ZeroPrecision(flag).policy)
 
 
-def activations(micro_batches: int | None) -> str:
-    """Advice on activations, which a plan does not include; ``None`` micro-batches: for an evaluation."""
-    if micro_batches is None:
+def activations(halved: str | None) -> str:
+    """Advice on activations, which a plan does not include.
+
+    Args:
+        halved: what goes with half the batch, so that a step stays the same; ``None``: for an evaluation.
+    """
+    if halved is None:
         return "The plan does not include activations: half the batch needs half of their memory."
     return (
-        f"The plan does not include activations: half the batch with trainer.accumulate_grad_batches="
-        f"{2 * micro_batches} needs half of their memory, and activation checkpointing of the blocks saves most of it."
+        f"The plan does not include activations: half the batch with {halved} needs half of their memory, and "
+        "activation checkpointing of the blocks saves most of it."
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.integration import patches, private, readers
+from lightning_zero.integration import engines, patches, private, readers
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Subject
@@ -32,7 +32,8 @@ class SteppingStrategy(EngineStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: runs each step through the engine."""
 
     _in_training_step = False
-    _reads = True  # whether hooks may read any parameter between a step and the next forward
+    # Acts before hooks that read parameters after some steps. `None`: hooks may read any after every step.
+    _before: readers.Before | None = None
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
@@ -122,9 +123,15 @@ class SteppingStrategy(EngineStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.end_step(self._reads)
-        return output
+        with engines.ending_steps(self.engine, self._may_be_read()):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _may_be_read(self) -> bool:
+        """Whether hooks may read any parameter between a step and the next forward."""
+        assert self.lightning_module is not None
+        # `LearningRateFinder` runs steps with callbacks of its own.
+        callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        return self._before is None or self._before not in callbacks
 
     @override
     def on_train_end(self) -> None:
@@ -188,16 +195,17 @@ class SteppingStrategy(EngineStrategy):
 
     def _look_for_readers(self, trainer: pl.Trainer) -> None:
         """Find out whether code may read parameters after a step. Collective."""
-        self._reads = True
+        self._before = None
         mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
-        if fitting and mesh.shard.size > 1 and self.engine.placement.executor.overlaps:
-            assert self.lightning_module is not None
-            own = readers.reads_after_each_step(trainer, self.lightning_module)
-            self._reads = any(mesh.world.all_gather_object(own, "ask for hooks after steps"))
-        if not self._reads:
+        if not fitting or mesh.shard.size == 1 or not self.engine.placement.executor.overlaps:
+            return
+        assert self.lightning_module is not None
+        own = readers.reads_after_each_step(trainer, self.lightning_module)
+        if not any(mesh.world.all_gather_object(own, "ask for hooks after steps")):
             callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             callbacks.insert(0, before := readers.Before(self.engine.end_step))
-            self._undo.append(lambda: callbacks.remove(before))
+            self._undo += [lambda: callbacks.remove(before), lambda: setattr(self, "_before", None)]
+            self._before = before
 
     def _forget_gradients(self) -> None:
         """Clear the last averaged gradients, which are meaningless after the fit."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +29,9 @@ from lightning_zero.engine import engines_of
 from lightning_zero.integration import engines, in_backward, patches, preflight, private, saves
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
+from lightning_zero.integration.failures import Failure, noting
 from lightning_zero.integration.launchers import make_launcher
-from lightning_zero.integration.names import make_auto_strategy, make_strategy, register_in
+from lightning_zero.integration.names import register_in
 from lightning_zero.integration.options import (
     CheckpointStateName,
     FormatName,
@@ -70,6 +72,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     The arguments ``accelerator`` to ``precision_plugin`` are those of
     :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
+    Most of the many public methods are those by which Lightning drives any strategy, as one object; the code of each
+    subject (steps, checkpoints, ...) is in a base class.
+
     Args:
         stage: 0, 1, 2 or 3.
         offload_optimizer: where masters, optimizer state and reduced gradients rest. ``"none"``: on the device.
@@ -86,7 +91,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         nvme_checksums: compute a checksum of every tile that is written to the disk, and verify it when it is read.
         offload_gradients: where sharded gradients rest if the optimizer state rests on a disk: ``"cpu"`` (in host
             memory) or ``"nvme"`` (on the disk). ``"auto"``: in host memory if those of the rank fit into
-            ``nvme_buffer_gb`` in the dtype in which micro-batches are summed (at least fp32), else on the disk.
+            ``nvme_buffer_gb`` in the dtype in which micro-batches are summed (at least fp32), else on the disk. Without
+            state on a disk gradients rest with the state, and another place is refused.
         accumulate_on_device: at stages 2 and 3 sum the offloaded gradients of a step's micro-batches on the device, and
             copy the sum to where it rests once. This takes 4 bytes of device memory per element of the rank's shard,
             and spares the host a pass over the gradients per micro-batch; the sums have the same bits. On CPU ranks,
@@ -106,6 +112,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             gathered ahead.
         prefetch_mb: at stage 3 gather more units ahead than the next one, and fetch them from host memory before that,
             while all units that are ahead take at most this many 2^20 bytes, and within ``max_live_numel``.
+        max_in_flight_mb: device memory, in 2^20 bytes, that gradients may take while they are reduced beside the
+            backward, and as much again on their way to host memory. Beyond it backward waits for the oldest of them;
+            the last bucket's may always be under way. On CPU ranks the option changes nothing.
         staging_buffer_mb: pinned host memory, in 2^20 bytes per rank and direction, for parameters that the host
             converts on their way to the device, and for gradients that it adds to others. Copies wait for room in it.
             There is at least one buffer, as large as the largest bucket's part needs.
@@ -118,10 +127,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             or, if a collective waits for a rank that never joins, after ``timeout``.
         detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
             steps, even without ``gathered_parameters(writeback=True)``. For this every step reads the rank's shard
-            twice more and waits for the device.
-        overlap: run copies between the device and host memory, and updates on host memory, beside the training; the
-            results have the same bits. ``False``: finish each one before the next begins, which is easier to debug. On
-            CPU ranks the option changes nothing.
+            twice more and waits for the device, and with offload for the whole update on the host.
+        overlap: run copies between the device and host memory, updates on host memory, and reductions of gradients
+            beside the training; the results have the same bits. ``False``: finish each one before the next begins,
+            which is easier to debug. On CPU ranks reads and writes of a disk run beside it, and gathers ahead.
         update_in_backward: begin to update a bucket's shard as soon as its gradient is reduced, in the backward of a
             step's last micro-batch; the results have the same bits. This needs a single optimizer (an element-wise one
             of torch, or a CPU optimizer), ``skip_nonfinite=False``, and automatic optimization without
@@ -184,6 +193,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         persistence_numel: int = 10_000,
         max_live_numel: int | None = None,
         prefetch_mb: float = 0.0,
+        max_in_flight_mb: float = 64.0,
         staging_buffer_mb: float = 256.0,
         activation_offload: bool = False,
         activation_offload_mb: float = 1.0,
@@ -210,49 +220,14 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
     ) -> None:
-        self._options = StrategyOptions(
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_params=offload_params,
-            offload_fraction=offload_fraction,
-            nvme_path=nvme_path,
-            nvme_buffer_gb=nvme_buffer_gb,
-            nvme_checksums=nvme_checksums,
-            offload_gradients=offload_gradients,
-            accumulate_on_device=accumulate_on_device,
-            shard_size=shard_size,
-            bucket_size_mb=bucket_size_mb,
-            units=units,
-            persistence_numel=persistence_numel,
-            max_live_numel=max_live_numel,
-            prefetch_mb=prefetch_mb,
-            staging_buffer_mb=staging_buffer_mb,
-            activation_offload=activation_offload,
-            activation_offload_mb=activation_offload_mb,
-            check_steps=check_steps,
-            detect_data_edits=detect_data_edits,
-            overlap=overlap,
-            update_in_backward=update_in_backward,
-            native_optimizer=native_optimizer,
-            master_layout=master_layout,
-            preflight=preflight,
-            skip_nonfinite=skip_nonfinite,
-            max_consecutive_skips=max_consecutive_skips,
-            checkpoint_format=checkpoint_format,
-            checkpoint_state=checkpoint_state,
-            async_save=async_save,
-            checksums=checksums,
-            evaluation_masters=evaluation_masters,
-            timeout=timeout,
-            start_method=start_method,
-            process_group_backend=process_group_backend,
-        )
+        given = locals()  # by the names of the parameters, which are those of the options
+        self._options = StrategyOptions(**{field.name: given[field.name] for field in fields(StrategyOptions)})
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         self._undo = []
         self.memory: Memory | None = None  # of the running fit, or of an evaluation that no fit preceded
         self._dtypes = {}
         self._executor = InlineExecutor()
-        self._failure: saves.Failure | None = None
+        self._failure: Failure | None = None
         self._runs = 0  # the number of this run
         super().__init__(
             accelerator=accelerator,
@@ -269,7 +244,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
         """Register ``zero0`` ... ``zero3_nvme``."""
-        register_in(strategy_registry, make_strategy, make_auto_strategy)
+        register_in(strategy_registry, cls)
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -300,7 +275,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             self._mesh = engines.make_mesh(
                 self.options, self.num_nodes, self.num_processes, self.local_rank, self.parallel_devices or ()
             )
-            self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
+            options = self.options
+            lanes = options.overlap, options.in_flight_bytes, options.staging_bytes
+            self._executor = make_executor(self.root_device, *lanes)
             if self.options.async_save:
                 timeout = timedelta(seconds=self.options.timeout)
                 self._background = Background(Group.for_thread(timeout), self._executor)
@@ -308,11 +285,14 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         if self.lightning_module is not None:
             for engine in engines_of(self.lightning_module):
                 if engine is not self._engine:
-                    engine.release()
+                    engines.release(engine)
             self._warn_of_copies(self.lightning_module)
+            precision = self.precision_plugin
+            assert isinstance(precision, ZeroPrecision)
             for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
                 # Callbacks set up before the strategy, and an earlier run may have sharded the module.
                 self._undo += patches.unshard_for(callback, self._unsharded)
+                self._undo += patches.widen_average(callback, precision.policy)
             self._undo += saves.guard_exceptions(self.lightning_module.trainer, self._fail)
 
     def _warn_of_copies(self, module: pl.LightningModule) -> None:
@@ -330,7 +310,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     def _unsharded(self, writeback: bool, full_precision: bool) -> Iterator[None]:
         """Give hooks full weights to read or to replace."""
         if self._engine is None or self._engine.released:
-            yield
+            with self._full_precision or contextlib.nullcontext():  # what they load after the module's weights
+                yield
             return
         with self._engine.gathered(self._engine.module.parameters(), writeback, full_precision):
             yield
@@ -438,11 +419,11 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     def model_to_device(self) -> None:
         """Do nothing: the engine moves the module bucket by bucket."""
 
-    def _fail(self, error: BaseException) -> saves.Failure:
+    def _fail(self, error: BaseException) -> Failure:
         """The failure of this run by ``error``; the first call tells the other ranks of it."""
         if self._failure is None or self._failure.error is not error:
             torn = self._engine is not None and self._engine.in_backward.may_be_torn
-            self._failure = saves.Failure(error, self._mesh or Mesh.single(), self.launcher, self._runs, torn)
+            self._failure = Failure(error, self._mesh or Mesh.single(), self.launcher, self._runs, torn)
         return self._failure
 
     @override
@@ -468,9 +449,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         with contextlib.ExitStack() as stack:  # runs all of them, the last first, even if one fails
             stack.callback(self._end_background, failure)
             for part in (self.checkpoint_io, self.accelerator, self.precision_plugin):
-                stack.callback(_noting, failure, part.teardown)
+                stack.callback(noting, failure, part.teardown)
             for end in undo:
-                stack.callback(_noting, failure, end)
+                stack.callback(noting, failure, end)
 
     def _end_background(self, failure: BaseException | None) -> None:
         if self._background is None:
@@ -485,15 +466,5 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads cannot be pickled; a spawned rank makes its own.
-        own = {"_engine": None, "_mesh": None, "_background": None, "_executor": InlineExecutor()}
+        own = {"_engine": None, "_mesh": None, "_background": None, "_before": None, "_executor": InlineExecutor()}
         return {**super().__getstate__(), **own}
-
-
-def _noting(failure: BaseException | None, end: Callable[[], object]) -> None:
-    """Ends a part of a fit. If the fit has failed, an error here becomes a note of that failure."""
-    try:
-        end()
-    except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"The teardown after it failed too: {error!r}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_zero.migration.deepspeed_keys import KEYS
-from lightning_zero.migration.keys import Key
+from lightning_zero.migration.keys import Key, is_beyond_floats
 from lightning_zero.migration.located import Document, MigrationError
 from lightning_zero.migration.report import Import, Row, Status
 
@@ -23,6 +23,7 @@ class Classification:
     Attributes:
         result: the import.
         values: values by path, of keys that are neither null nor "auto".
+        parts: of every path in the document, the keys that lead to the value.
         auto: paths of the keys that are "auto".
         rows: rows by path.
         number: the stage.
@@ -32,6 +33,7 @@ class Classification:
         self.document = document
         self.result = Import(document.name)
         self.values: dict[str, Any] = {}
+        self.parts: dict[str, tuple[str, ...]] = {}
         self.auto: list[str] = []
         self.rows: dict[str, Row] = {}
         self.number = 0
@@ -42,17 +44,17 @@ class Classification:
         """Checks names and types; yields the paths in the file's order."""
         for name, value in values.items():
             parts = (*above, name)
-            path = ".".join(parts)
+            path = self._path(parts)
             yield path
             key = KEYS.get(path)
             if key is None:
-                self._unknown(path, name, value)
+                self._unknown(path, value)
             elif value is None:
                 self._row(path, Status.no_meaning, note="null: not set")
             elif value == AUTO:
                 self.auto.append(path)
             elif not key.kind.fits(value):
-                raise self.document.error(parts, f"={_shown(value)} must be {key.kind.words}.{_of_lists(value)}")
+                raise self.document.error(parts, f"={_shown(value)} must be {key.kind.words}.{_hint(value)}")
             else:
                 self.values[path] = value
                 if isinstance(value, Mapping) and key.computed:
@@ -64,25 +66,35 @@ class Classification:
         assert key.inside is not None
         for name, item in value.items():
             if name not in key.inside:
-                path = ".".join((*parts, name))
+                path = self._path((*parts, name))
                 yield path
-                self._unknown(path, name, item, [f"{key.name}.{known}" for known in sorted(key.inside)])
+                self._unknown(path, item, [f"{key.name}.{known}" for known in sorted(key.inside)])
 
-    def _unknown(self, path: str, name: str, value: Any, known: list[str] | None = None) -> None:
+    def _path(self, parts: tuple[str, ...]) -> str:
+        """Makes the path to a value; quotes names with a dot, which no key has."""
+        path = ".".join(f'"{part}"' if "." in part else part for part in parts)
+        self.parts[path] = parts
+        return path
+
+    def _unknown(self, path: str, value: Any, known: list[str] | None = None) -> None:
+        *above, name = self.parts[path]
         if name.startswith(("_", "/", "#")) or name.lower().startswith("comment"):
             self._row(path, Status.no_meaning, note="a comment")
             return
-        near = nearest(path, known)
+        near = nearest(".".join((*above, name)), known)
         hint = f"did you mean {near}? " if near else ""
-        self._row(path, Status.unknown, note=f"{hint}DeepSpeed has no such key", value=value)
+        said = "DeepSpeed has no such key"
+        if "." in name:
+            said = "DeepSpeed reads a dot in a name as a part of it: write objects in one another"
+        self._row(path, Status.unknown, note=hint + said, value=value)
 
     def _row(self, path: str, status: Status, here: str = "", note: str = "", value: Any = None) -> None:
-        place = self.document.places.get(tuple(path.split(".")))
+        place = self.document.places.get(self.parts.get(path, ()))
         line, column = place or (None, None)
         self.rows[path] = Row(path, self.values.get(path, value), status, here, note, line, column)
 
     def _error(self, path: str, message: str) -> MigrationError:
-        return self.document.error(tuple(path.split(".")), message)
+        return self.document.error(self.parts[path], message)
 
     def _check_names(self) -> None:
         """Refuses two names of one setting."""
@@ -172,5 +184,7 @@ def _shown(value: Any) -> str:
     return "{...}" if isinstance(value, Mapping) else repr(value)
 
 
-def _of_lists(value: Any) -> str:
+def _hint(value: Any) -> str:
+    if is_beyond_floats(value):
+        return " It is beyond the numbers of 64 bits."
     return " A list is a space for the autotuner: choose one of them." if isinstance(value, list | tuple) else ""

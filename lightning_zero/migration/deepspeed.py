@@ -101,7 +101,8 @@ class _Translation(Classification):
         if not whole:
             wanted = {"offload_optimizer": optimizer, "offload_params": params}
             result.settings |= {f"strategy.{name}": store for name, store in wanted.items() if store != "none"}
-        self._disk(optimizer)
+        self._disk(optimizer, params)
+        self._fraction(optimizer)
 
     def _store(self, name: str, old: tuple[str, ...], stages: set[int]) -> str:
         """Makes the rows of a store; returns its place: none, cpu or nvme."""
@@ -117,7 +118,7 @@ class _Translation(Classification):
                 self._row(path, Status.kept, note="not used")
             elif self.number not in stages:
                 what = "parameters are" if name == "offload_param" else "optimizer state is"
-                note = f"at stage {self.number} {what} whole on every rank: use stage {min(stages)}, or leave it out"
+                note = f"at stage {self.number} {what} unsharded on all ranks: use stage {min(stages)}, or leave it out"
                 self._row(path, Status.unsupported, note=note)
             elif written != device:
                 self._row(path, Status.unsupported, f"{here}={written}", _NVME_PARAMS)
@@ -125,17 +126,36 @@ class _Translation(Classification):
                 self._row(path, Status.renamed if "cpu_offload" in path else Status.kept, f"{here}={written}")
         return written if self.number in stages else "none"
 
-    def _disk(self, optimizer: str) -> None:
-        """Translates the path of the disk, which is used only if optimizer state rests there."""
-        path = "zero_optimization.offload_optimizer.nvme_path"
-        if optimizer != "nvme":
-            if path in self.values:
-                self._row(path, Status.no_meaning, note="for the device nvme, at stages 1 to 3")
-        elif path in self.values:
-            self._set(path, KEYS[path].here, self.values[path])
-        elif path not in self.auto:
-            note = "the file names no folder; the environment variable LIGHTNING_ZERO_NVME_PATH does as well"
-            self._row(path, Status.open, KEYS[path].here, note)
+    def _disk(self, optimizer: str, params: str) -> None:
+        """Translates the folders of the disk: here parameters rest beside the optimizer state."""
+        path, beside = (f"zero_optimization.offload_{store}.nvme_path" for store in ("optimizer", "param"))
+        named = [folder for folder in (path, beside) if folder in self.values]
+        used = []
+        if optimizer == "nvme":
+            used = [folder for folder in named if folder == path or params == "nvme"][:1]
+            if not used and path not in self.auto:
+                note = "the file names no folder; the environment variable LIGHTNING_ZERO_NVME_PATH does as well"
+                self._row(path, Status.open, KEYS[path].here, note)
+        for folder in used:
+            self._set(folder, KEYS[folder].here, self.values[folder])
+        for folder in (folder for folder in named if folder not in used):
+            rests = "parameters rest beside the optimizer state" if params == "nvme" else "for the device nvme"
+            self._row(folder, Status.no_meaning, note=rests)
+
+    def _fraction(self, optimizer: str) -> None:
+        """Translates the share of the optimizer state that rests in host memory."""
+        path = "zero_optimization.offload_optimizer.ratio"
+        value = self.values.get(path)
+        if value is None:
+            return
+        if optimizer == "none":
+            self._row(path, Status.no_meaning, note="no optimizer state is offloaded")
+        elif value == 1:
+            self._row(path, Status.kept, note="as it is here")
+        elif value == 0:
+            self._row(path, Status.unsupported, note="strategy.offload_optimizer=none offloads nothing")
+        else:
+            self._set(path, KEYS[path].here, value)
 
     # -- precision ------------------------------------------------------------------------------------------------
 
@@ -155,6 +175,7 @@ class _Translation(Classification):
         level = str(self.values.get("amp.opt_level", "O1")).upper()
         if self.mode == "torch_autocast" or (self.mode == "amp" and level == "O1"):
             self.result.settings["precision.param_dtype"] = "float32"
+            self.result.sources["precision.param_dtype"] = on[0]
         if self.mode == "amp" and level == "O0":
             group = "fp32"
         if on or not self.open_modes:

@@ -32,6 +32,8 @@ from lightning_zero.migration.keys import (
 VERSION = "0.19.8"
 
 STAGE = Kind("0, 1, 2 or 3", lambda value: not isinstance(value, bool) and value in (0, 1, 2, 3))
+# Exponents of 2 whose power is a float.
+POWER = Kind("a number from -1022 to 1023", lambda value: NUMBER.fits(value) and -1022 <= value <= 1023)
 DEVICE = one_of("none", "cpu", "nvme")
 _FOR_NVME = "for NVMe: strategy.nvme_buffer_gb bounds the host memory of tiles, their number follows from it"
 _PIPELINE = "for NVMe: a tile is updated while the next one is read and the last one written"
@@ -107,7 +109,7 @@ _OBJECTS = (
 
 _ZERO = (
     Key("stage", STAGE, here="strategy.stage", computed=True),
-    Key("overlap_comm", BOOL, moot="there is no such switch: gradients are reduced during backward"),
+    Key("overlap_comm", BOOL, moot="gradients are reduced beside the backward, unless strategy.overlap is false"),
     Key("contiguous_gradients", BOOL, moot="gradients of a bucket are one piece of memory"),
     Key("reduce_scatter", BOOL, moot="gradients are reduce-scattered"),
     Key("allgather_partitions", BOOL, moot="parameters are all-gathered"),
@@ -136,7 +138,7 @@ _ZERO = (
     Key("sub_group_size", COUNT, moot="the update runs bucket by bucket"),
     Key("memory_efficient_linear", BOOL, moot="torch's own linear layers are used"),
     Key("pipeline_loading_checkpoint", BOOL, moot="checkpoints are read tensor by tensor"),
-    Key("override_module_apply", BOOL, moot="module.apply in configure_model sees whole parameters"),
+    Key("override_module_apply", BOOL, moot="module.apply in configure_model sees full parameters"),
     Key("log_trace_cache_warnings", BOOL, moot="the order of gathers is that of the modules; nothing is invalidated"),
     Key("parameter_alignment", BOOL, moot="updates run at full speed at any address"),
     Key("compute_grad_norm", BOOL, moot="the norm comes with the search for gradients that are not finite"),
@@ -230,7 +232,7 @@ _OFFLOAD_OPTIMIZER = (
     Key("pipeline_read", BOOL, moot=_PIPELINE),
     Key("pipeline_write", BOOL, moot=_PIPELINE),
     Key("fast_init", BOOL, moot="for NVMe: masters are written tile by tile as they are made"),
-    Key("ratio", FRACTION, as_here=(1,), remedy="all optimizer state rests in host memory, or none of it"),
+    Key("ratio", FRACTION, here="strategy.offload_fraction", computed=True),
     Key("super_offload", BOOL, as_here=(False,), remedy="the update is exact and waits for clipping"),
     Key(
         "cpuadam_cores_perc",
@@ -240,7 +242,7 @@ _OFFLOAD_OPTIMIZER = (
 )
 _OFFLOAD_PARAM = (
     Key("device", DEVICE, here="strategy.offload_params", computed=True),
-    Key("nvme_path", TEXT, moot="parameters rest in host memory"),
+    Key("nvme_path", TEXT, here="strategy.nvme_path", computed=True),
     *_OFFLOAD,
     Key("buffer_size", COUNT, moot=_FOR_NVME),
     Key("max_in_cpu", COUNT, moot=_FOR_NVME),
@@ -251,7 +253,7 @@ _FP16 = (
     Key("loss_scale", AMOUNT, here="precision.scaler", computed=True),
     Key(
         "initial_scale_power",
-        NUMBER,
+        POWER,
         here="precision.scaler.init_scale",
         convert=lambda power: 2.0**power,
     ),

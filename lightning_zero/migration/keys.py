@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,14 @@ class Kind:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return isinstance(value, int) and not isinstance(value, bool) and not is_beyond_floats(value)
+
+
+def is_beyond_floats(value: object) -> bool:
+    """Whether a value is a whole number that no float can hold."""
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _is_whole(value: object) -> bool:

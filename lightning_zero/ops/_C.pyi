@@ -216,17 +216,20 @@ class DiskPool:
     """Reads and writes blocks of files: `DiskThreads` or `DiskRings`."""
 
     def transfer(
-        self, transfers: Sequence[tuple[int, int, int, int]], *, alignment: int, write: bool
-    ) -> tuple[int, int, int] | None:
-        """Transfer bytes between memory and files.
+        self, *, file: int, address: int, nbytes: int, offset: int, alignment: int, write: bool
+    ) -> tuple[int, int] | None:
+        """Transfer bytes between memory and a file.
 
         Args:
-            transfers: file descriptor, address, bytes and offset of each transfer.
-            alignment: addresses, bytes, offsets and the pool's block must be multiples of it.
-            write: write to the files; otherwise read.
+            file: descriptor of the file.
+            address: of the memory.
+            nbytes: number of bytes.
+            offset: position in the file.
+            alignment: address, bytes, offset and the pool's block must be multiples of it.
+            write: write to the file; otherwise read.
 
         Returns:
-            Errno, file and offset of the first failure; the errno is 0 if a file ends too early.
+            Errno and offset of the first failure; the errno is 0 if the file ends too early.
 
         Raises:
             RuntimeError: this process is the child of a fork.

@@ -15,8 +15,9 @@ from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocate
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
 
-_ROWS = 16  # `kRows` of reduce.h
-SQUARES_PIECE = _ROWS**4  # number of elements in a piece, whose squares the kernel sums separately
+LANES = ROWS = 16  # `kLanes` and `kRows` of reduce.h
+LEVELS = 3  # levels of rows in a piece
+SQUARES_PIECE = ROWS**LEVELS * LANES  # number of elements in a piece, whose squares the kernel sums separately
 
 
 def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
@@ -56,7 +57,7 @@ def sum_of_squares_in_pieces(pieces: Iterable[Tensor]) -> float:
 def _add_up(sums: list[float]) -> float:
     """Adds the sums of pieces in the same order as the kernel."""
     while len(sums) > 1:
-        sums = [reduce(operator.add, sums[i : i + _ROWS], 0.0) for i in range(0, len(sums), _ROWS)]
+        sums = [reduce(operator.add, sums[i : i + ROWS], 0.0) for i in range(0, len(sums), ROWS)]
     return sums[0] if sums else 0.0
 
 

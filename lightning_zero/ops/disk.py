@@ -96,5 +96,7 @@ class DiskPool:
             raise ValueError(
                 f"address {address}, length {nbytes} and offset {offset} must be multiples of {alignment} bytes"
             )
-        failure = self._pool.transfer([(file, address, nbytes, offset)], alignment=alignment, write=write)
-        return None if failure is None else TransferFailure(failure[0], failure[2])
+        failure = self._pool.transfer(
+            file=file, address=address, nbytes=nbytes, offset=offset, alignment=alignment, write=write
+        )
+        return None if failure is None else TransferFailure(*failure)

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from lightning_zero.ops import _C, updates
 from lightning_zero.ops.arguments import runs_on
+from lightning_zero.ops.arrays import LANES, LEVELS, ROWS
 from lightning_zero.ops.updates import Options
 
 TILE = 1 << 20  # number of elements that are squared at a time; updates take no more at a time either
-# See cpp/include/lightning_zero/reduce.h.
-_LANES = _ROWS = 16
-_LEVELS = 3  # levels of rows in a piece
 _SIZES = (1, 5, 16, 67, 1003)  # sizes for trials: they exercise vectorized loops and the remainders at their ends
 
 
@@ -107,7 +105,7 @@ def adamw_(
     max_exp_avg_sq: Tensor | None = None,
     **options: Unpack[Options],
 ) -> None:
-    """Like :func:`lightning_zero.ops.adamw_`, for fp32 tensors on one device; ``grad`` may have 16 bits.
+    """Computes :func:`lightning_zero.ops.adamw_` of fp32 tensors on one device; ``grad`` may have 16 bits.
 
     It supports the options that concern the gradient. Arguments are not checked.
     """
@@ -150,7 +148,7 @@ def adagrad_(
     step: int,
     **options: Unpack[Options],
 ) -> None:
-    """Like :func:`lightning_zero.ops.adagrad_`; see :func:`adamw_`."""
+    """Computes :func:`lightning_zero.ops.adagrad_`; see :func:`adamw_`."""
     c = _C.AdagradCoefficients(
         lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay, step=step, grad_scale=_factor(options)
     )
@@ -171,7 +169,7 @@ def lion_(
     step: int = 1,
     **options: Unpack[Options],
 ) -> None:
-    """Like :func:`lightning_zero.ops.lion_`; see :func:`adamw_`."""
+    """Computes :func:`lightning_zero.ops.lion_`; see :func:`adamw_`."""
     c = _C.LionCoefficients(
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, grad_scale=_factor(options)
     )
@@ -198,7 +196,7 @@ def sgd_(
     step: int = 1,
     **options: Unpack[Options],
 ) -> None:
-    """Like :func:`lightning_zero.ops.sgd_`; see :func:`adamw_`."""
+    """Computes :func:`lightning_zero.ops.sgd_`; see :func:`adamw_`."""
     c = _C.SgdCoefficients(
         lr=lr,
         momentum=momentum,
@@ -288,22 +286,22 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """
     sums = torch.cat([_sums_of_pieces(tile) for tile in values.split(TILE)])
     while sums.numel() > 1:
-        sums = _add_rows(_padded(sums, _ROWS), 1)
+        sums = _add_rows(_padded(sums, ROWS), 1)
     return sums.sum()  # of at most one element: makes it 0-dim, and 0 if there is none
 
 
 def squares_scratch(numel: int) -> int:
     """Bytes of temporary memory of :func:`sum_of_squares` for ``numel`` elements, for a plan."""
-    rows = -(-min(numel, TILE) // (_ROWS * _LANES))
-    return rows * (_ROWS + 1) * _LANES * torch.float64.itemsize
+    rows = -(-min(numel, TILE) // (ROWS * LANES))
+    return rows * (ROWS + 1) * LANES * torch.float64.itemsize
 
 
 def _sums_of_pieces(tile: Tensor) -> Tensor:
-    sums = _padded(tile, _ROWS * _LANES)
+    sums = _padded(tile, ROWS * LANES)
     sums.mul_(sums)
-    for _ in range(_LEVELS):
-        sums = _add_rows(_padded(sums, _ROWS * _LANES), _LANES)
-    lanes = sums.view(-1, _LANES)
+    for _ in range(LEVELS):
+        sums = _add_rows(_padded(sums, ROWS * LANES), LANES)
+    lanes = sums.view(-1, LANES)
     return _add_rows(lanes.reshape(-1), 1)
 
 
@@ -318,9 +316,9 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
 
 
 def _add_rows(values: Tensor, width: int) -> Tensor:
-    """The sums of each group of ``_ROWS`` consecutive rows of ``width`` elements, added in order."""
-    table = values.view(-1, _ROWS, width)
+    """The sums of each group of ``ROWS`` consecutive rows of ``width`` elements, added in order."""
+    table = values.view(-1, ROWS, width)
     sums = table[:, 0].clone()
-    for row in range(1, _ROWS):
+    for row in range(1, ROWS):
         sums += table[:, row]
     return sums.view(-1)

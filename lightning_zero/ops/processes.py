@@ -124,6 +124,8 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
 class RemoteMessage:
     """A message that lies in pieces in another process's memory, which must stay as it is while it is read.
 
+    The GIL is released while memory of the other process is read.
+
     Args:
         process: the process's number.
         table: where its table of the pieces begins: [count, 3] int64, where a piece begins in the message, its address
@@ -149,7 +151,7 @@ class RemoteMessage:
             raise _unreadable(error, process)
 
     def read(self, start: int, target: Tensor) -> None:
-        """Fills ``target`` with the message from byte ``start`` on. Releases the GIL.
+        """Fills ``target`` with the message from byte ``start`` on.
 
         Args:
             start: at least 0.

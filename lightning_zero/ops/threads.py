@@ -22,11 +22,11 @@ def _cores() -> int:
 
 
 def positive(name: str, value: int) -> int:
-    """Returns `value` if it is an int >= 1; raises TypeError or ValueError otherwise."""
+    """Returns `value` if it is an int >= 1 that the extension can take; raises TypeError or ValueError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} has type {type(value).__name__}; expected int")
-    if value < 1:
-        raise ValueError(f"{name}={value} is out of range; expected >= 1")
+    if not 1 <= value < 2**63:
+        raise ValueError(f"{name}={value} is out of range; expected >= 1, and < 2**63")
     return value
 
 
@@ -126,7 +126,7 @@ def keep_near(cores: Sequence[int]) -> None:
         cores: numbers of the cores; empty: no restriction.
 
     Raises:
-        ValueError: the calling thread may not run on one of the cores.
+        ValueError: this process may not run on one of the cores.
     """
     if not _NAMED_CORES and (cores or _THREADS.near):
         _C.bind_threads([*cores], together=True)
@@ -142,7 +142,7 @@ def bind_threads(cores: Sequence[int] | None) -> None:
         cores: numbers of cores that this process may run on; `None` or empty: no binding.
 
     Raises:
-        ValueError: the calling thread may not run on one of the cores.
+        ValueError: this process may not run on one of the cores.
     """
     wanted = list(cores or ())
     if outside := [core for core in wanted if not 0 <= core < 2**31]:

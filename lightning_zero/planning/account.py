@@ -47,7 +47,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Device and host together."""
+        """The sum over device and host."""
         return self.device + self.host
 
 

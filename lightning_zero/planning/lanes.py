@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_zero.planning.account import Account, Bytes
+from lightning_zero.planning.account import NOTHING, Account, Bytes
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import Lane, Memory, device_type
 from lightning_zero.storage.nvme import passing_limit
@@ -27,12 +27,12 @@ class RecordedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The number of bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
     def amount(self) -> Bytes:
-        """Its size, in the memory in which it is."""
+        """The number of bytes, in the memory in which they are."""
         return Bytes.of(self.memory, self.nbytes, self.pinned)
 
 
@@ -58,7 +58,9 @@ class RecordedLanes:
     def __init__(self, placement: BucketPlacement, account: Account, buffer: int, resting: int) -> None:
         self._executor = placement.executor
         self._pins = device_type(placement.device).can_pin
-        self._leaving: deque[Bytes] = deque()
+        self._leaving: deque[Bytes] = deque()  # to the host
+        self._reduced: deque[Bytes] = deque()  # read by reductions that go on beside the training
+        self._reducing = NOTHING  # read by the one that is being submitted
         self._staged: Counter[Lane] = Counter()  # bytes since the host last waited
         self._kept: Counter[Lane] = Counter()  # bytes
         self._buffer, self._resting = buffer, resting
@@ -81,13 +83,25 @@ class RecordedLanes:
         """Notes that a taken tensor is copied to the host, as ``moved`` bytes, and is not needed any more."""
         self.copied["d2h"] += moved
         self._leaving.append(tensor.amount)
-        least = 1 if self._executor.overlaps else 0  # the last copy need not end at once
-        while len(self._leaving) > least and self._total_leaving > self._executor.in_flight_bytes:
-            self._account.give(self._leaving.popleft())
+        if self._reducing == NOTHING:
+            self._bound()
 
-    @property
-    def _total_leaving(self) -> int:
-        return sum(amount.total for amount in self._leaving)
+    def keep(self, tensor: RecordedTensor) -> None:
+        """Notes that a taken tensor is read by a reduction beside the training, and is not needed any more."""
+        self._reducing += tensor.amount
+
+    def end_reduction(self) -> None:
+        """Notes that a reduction beside the training has been submitted."""
+        self._reduced.append(self._reducing)
+        self._reducing = NOTHING
+        self._bound()
+
+    def _bound(self) -> None:
+        """Notes that the training waits where work beside it keeps more memory than it may."""
+        least = 1 if self._executor.overlaps else 0  # the last work need not end at once
+        for kept in (self._leaving, self._reduced):
+            while len(kept) > least and sum(amount.total for amount in kept) > self._executor.in_flight_bytes:
+                self._account.give(kept.popleft())
 
     def add_up(self, values: RecordedTensor, total: RecordedTensor) -> None:
         """Notes that ``values`` are copied to the host, and added to ``total`` there."""
@@ -192,5 +206,6 @@ class RecordedLanes:
     def wait(self) -> None:
         """Notes that all copies have ended."""
         self._staged.clear()
-        while self._leaving:
-            self._account.give(self._leaving.popleft())
+        for kept in (self._leaving, self._reduced):
+            while kept:
+                self._account.give(kept.popleft())

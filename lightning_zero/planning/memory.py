@@ -35,7 +35,6 @@ from lightning_zero.storage import (
 from lightning_zero.storage import Memory as MemoryName
 from lightning_zero.storage.rested import nbytes_of
 from lightning_zero.storage.streams import DEFAULT_BYTES, STAGING_BYTES
-from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
 _MIB = 2**20
@@ -53,10 +52,9 @@ class _ImaginedExecutor(InlineExecutor):
     """Stands for the executor of an imagined GPU, with its limits."""
 
     overlaps = True
-    in_flight_bytes = DEFAULT_BYTES
 
-    def __init__(self, staging_bytes: int) -> None:
-        self.staging_bytes = staging_bytes
+    def __init__(self, in_flight_bytes: int, staging_bytes: int) -> None:
+        self.in_flight_bytes, self.staging_bytes = in_flight_bytes, staging_bytes
 
 
 class Remedy(NamedTuple):
@@ -96,6 +94,7 @@ class Setting:
     precision: MixedPrecisionPolicy
     offload_fraction: float = 1.0
     split_masters: bool = False
+    in_flight_bytes: int = DEFAULT_BYTES
     staging_bytes: int = STAGING_BYTES
     gradients_rest: bool | None = None
     update_in_backward: bool = False
@@ -191,9 +190,9 @@ class Memory:
         # Ranks of one shard group are neighbours.
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
         executor: Executor = (
-            _ImaginedExecutor(setting.staging_bytes)
+            _ImaginedExecutor(setting.in_flight_bytes, setting.staging_bytes)
             if self.device.type == "meta" and setting.overlap
-            else make_executor(self.device, setting.overlap, setting.staging_bytes)
+            else make_executor(self.device, setting.overlap, setting.in_flight_bytes, setting.staging_bytes)
         )
         stores: dict[MemoryName, TensorStore] = {
             "device": DeviceStore(self.device),
@@ -284,7 +283,6 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
             "sharded_gradient": Bytes.of(sharded.memory, sharded.nbytes, sharded.pinned),
         }
         for updater in engine.updaters:
-            assert isinstance(updater, ShardUpdater)
             if bucket in map(engine.bucket_of, parameters_of(updater.optimizer)):
                 state = updater.state_of(bucket)
                 held["optimizer_state"] += Bytes.of(state.resting_memory, state.nbytes - state.resident_nbytes)

@@ -78,7 +78,7 @@ class BucketPlan:
 
     @property
     def held(self) -> Bytes:
-        """Between steps."""
+        """The memory that is held between steps."""
         resting = self.param_shards + self.masters + self.optimizer_state + self.sharded_gradient
         return resting + self.parameters if self.unsharded else resting
 
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def held(self) -> Bytes:
-        """Between steps, after the first one."""
+        """The memory that is held between steps, after the first one."""
         return sum((bucket.held for bucket in self.buckets), self.buffers + self.averages + self.staging)
 
     @property

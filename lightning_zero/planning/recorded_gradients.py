@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_zero import ops
@@ -9,8 +11,7 @@ from lightning_zero.planning.account import NOTHING, Account, Bytes
 from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.sharding.sharded_gradient import notes_squares, sharded_gradient_dtype
-from lightning_zero.storage import device_type
+from lightning_zero.sharding.sharded_gradient import notes_squares, sharded_gradient_dtype, squares_known
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import tiles_at_work
 
@@ -37,6 +38,7 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
         self._sharded: RecordedTensor | None = None  # the reduced slice
         self._empty = True  # no slice has arrived since the gradients were cleared
+        self._reducing = False  # whether a reduction is being submitted that goes on beside the training
 
     @property
     def sharded(self) -> Bytes:
@@ -65,6 +67,16 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         """Forgets the sharded gradient; its memory is kept for the next step."""
         self._empty = True
 
+    def _beside(self, job: Callable[[], None]) -> None:
+        self._reducing = self._is_beside
+        job()
+        if self._is_beside:
+            self._lanes.end_reduction()
+        self._reducing = False
+
+    def _make_room(self, dtype: torch.dtype, more: bool) -> None:
+        self._make_sharded(dtype, not self._empty or (more and self._placement.rests_gradients))
+
     def _zeros(self, dtype: torch.dtype) -> RecordedTensor:
         return self._take(RecordedTensor(self._form.layout.padded_numel, dtype))
 
@@ -83,14 +95,14 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         return self._convert(pieces, dtype)
 
     def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
-        self._give(values)
+        self._let_go(values)
         return total
 
     def _convert(self, values: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
         if values.dtype == dtype:
             return values
         converted = self._take(values._replace(dtype=dtype))  # both are there for a moment
-        self._give(values)
+        self._let_go(values)
         return converted
 
     def _reduce_scatter(self, gradients: RecordedTensor) -> RecordedTensor:
@@ -107,7 +119,10 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         self.reduction = max(self.reduction, scratch + (0 if in_place else gradients.nbytes))
         shard.count("reduce_scatter", nbytes)
         self._account.touch(Bytes(device=scratch))
-        self._give(gradients)
+        if self._is_beside and self._form.layout.shards > 1:
+            self._lanes.keep(gradients)
+        else:
+            self._give(gradients)  # with one shard it becomes the slice
 
     def _reduce_to_sharded(self, gradients: RecordedTensor) -> None:
         self._make_sharded(gradients.dtype, summed=not self._empty)
@@ -125,18 +140,20 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         sharded = self._make_sharded(shard.dtype, not self._empty or (more and placement.rests_gradients))
         if not self._empty and store.device != self._placement.device:
             self._lanes.add_up(shard, sharded)
-        alone = device_type(self._placement.device).shares_host_memory
         passes = notes_squares(placement, sharded.dtype, not self._empty, more)
-        self.known_squares = (self._empty and store.as_on_host and not alone) or passes
+        self.known_squares = squares_known(placement, not self._empty, more) or passes
         if passes and not self._empty:
             self._account.touch(Bytes(host=min(ops.SQUARES_PIECE, shard.numel) * sharded.dtype.itemsize))
         self._move_tiles(reads=not self._empty)
         moved = (sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
+        if placement.executor.overlaps and store.memory == "host" and moved != shard.nbytes:
+            tile = store.tile if sharded.memory == "disk" and store.tile else shard.numel
+            self._account.touch(Bytes(device=min(tile, shard.numel) * sharded.dtype.itemsize))  # by the device
         self._empty = False
         if store.memory == "host":
             self._lanes.let_go(shard, moved)
         else:
-            self._give(shard)
+            self._let_go(shard)
 
     def _make_sharded(self, values: torch.dtype, summed: bool) -> RecordedTensor:
         """The sharded gradient, allocated or converted for ``values``; see ``sharded_gradient_dtype``."""
@@ -182,6 +199,10 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
     def _take(self, tensor: RecordedTensor) -> RecordedTensor:
         self._account.take(tensor.amount)
         return tensor
+
+    def _let_go(self, tensor: RecordedTensor) -> None:
+        """Gives memory back; with one shard a reduction beside the training keeps what it has collected."""
+        (self._lanes.keep if self._reducing and self._form.layout.shards == 1 else self._give)(tensor)
 
     def _give(self, tensor: RecordedTensor) -> None:
         self._account.give(tensor.amount)

@@ -19,7 +19,7 @@ from lightning_zero.planning.account import NOTHING, Account, Bytes, state_of
 from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
 from lightning_zero.planning.recorded_gradients import RecordedGradients
 from lightning_zero.planning.tracing import Trace
-from lightning_zero.sharding.bucket import BucketState
+from lightning_zero.sharding.bucket import GATHERS, BucketState
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.partition import ROOT, Unit
@@ -99,7 +99,7 @@ class RecordedBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.form.dtype
 
     @property
@@ -108,14 +108,15 @@ class RecordedBucket:
 
     def begin_unshard(self) -> None:
         """Takes the flat buffer's memory, where it has none, and sends the shard."""
-        if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
-            if self.state is BucketState.SHARDED:
+        if self.state is not BucketState.GATHERED and self.state not in GATHERS:
+            before = self.state
+            if before is BucketState.SHARDED:
                 self._account.take(self._flat.amount)
                 if self.form.placement.param_store.memory == "host":
                     self._lanes.copied["h2d"] += self._shard_bytes
                 self._gather_tiles()
             self._group.count("all_gather", self._flat.nbytes)
-            self.state = BucketState.GATHERING
+            self.state = BucketState.GATHERING if before is BucketState.SHARDED else BucketState.REFRESHING
 
     def unshard(self) -> None:
         """Waits for the other shards."""

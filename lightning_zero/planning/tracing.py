@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +27,13 @@ from lightning_zero.engine.activations import ActivationLimits, ActivationOffloa
 from lightning_zero.sharding.partition import ROOT, find_units, is_norm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy
 from lightning_zero.storage import DONE, Ticket
+from lightning_zero.storage.live import LiveBytes
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.torch_private import (
     DEPENDS_ON_VALUES,
     FLASH_ATTENTION,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     tree_leaves,
 )
 
@@ -258,61 +257,17 @@ class _CountedCopies:
         return torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu"), DONE
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages while they live.
-
-    Args:
-        known: tensors whose storages are not counted.
-    """
-
-    def __init__(self, known: list[nn.Parameter | Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._now = self._most = 0
-
-    @property
-    def now(self) -> int:
-        """The bytes of living storages."""
-        return self._now
-
-    def most_since(self) -> int:
-        """The most bytes since the last call of this method."""
-        most, self._most = self._most, self._now
-        return most
-
-    def disown(self, tensor: Tensor) -> None:
-        """Stops counting the storage of a tensor."""
-        self._forget(id(tensor.untyped_storage()))
+class _Live(LiveBytes):
+    """Counts the bytes of storages while they live, and of the memory inside oneDNN's recurrent layers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made.layout is torch.strided:
-                self._see(made.untyped_storage(), made.untyped_storage().nbytes())
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _aten.mkldnn_rnn_layer.default:
-            self._see(result[3].untyped_storage(), _recurrent_workspace(*args[:3]))
-            self._touch(_recurrent_scratch(*args[:3]))
+            self.see(result[3].untyped_storage(), _recurrent_workspace(*args[:3]))
+            self.touch(_recurrent_scratch(*args[:3]))
         elif func is _aten.mkldnn_rnn_layer_backward.default:
-            self._touch(_recurrent_scratch(*args[:3]) + _recurrent_gradients(*args[1:3]))
+            self.touch(_recurrent_scratch(*args[:3]) + _recurrent_gradients(*args[1:3]))
         return result
-
-    def _touch(self, nbytes: int) -> None:
-        """Notes that an operator used ``nbytes`` of temporary memory."""
-        self._most = max(self._most, self._now + nbytes)
-
-    def _see(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        key = id(storage)  # the object lives as long as its memory would
-        if key in self._known or not nbytes:
-            return
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
-            self._now += nbytes
-            self._most = max(self._most, self._now)
-
-    def _forget(self, key: int) -> None:
-        if (found := self._alive.pop(key, None)) is not None:
-            self._now -= found[1]
 
 
 # Memory of oneDNN for a layer of an LSTM. Only the written part of the workspace counts, since most of it never becomes

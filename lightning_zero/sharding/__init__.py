@@ -42,7 +42,7 @@ lane, ticket
 """
 
 from lightning_zero.sharding.board import Board, Subject
-from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
+from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.collective_errors import CollectiveError, is_communication_error, tells_an_end
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.forms import BucketForm
@@ -76,7 +76,6 @@ __all__ = [
     "MasterForm",
     "Mesh",
     "MixedPrecisionPolicy",
-    "ParameterSpec",
     "Run",
     "Segment",
     "ShardedGradient",

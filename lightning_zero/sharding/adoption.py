@@ -1,5 +1,7 @@
 """Constructs buckets: takes over the initial values of parameters, and makes the masters that updates need.
 
+:func:`release` gives the values back.
+
 Masters are made from the initial values before these are cast, never from rounded values.
 """
 
@@ -12,9 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
+from lightning_zero.sharding.bucket import Bucket, BucketState, absorb_edits
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.held import release_parameter
 from lightning_zero.sharding.masters import CopyMaster, NoMaster, SplitMaster, StoreHome
-from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.pending import mark_ordinary
+from lightning_zero.sharding.rounded import mark_rounded
 from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
 from lightning_zero.storage import Memory, Rested, note_freed
 from lightning_zero.storage.rested import Resident, changing, pieces
@@ -22,17 +27,10 @@ from lightning_zero.storage.staged import StagedTensor
 
 
 @torch.no_grad()
-def make_bucket(
-    name: str,
-    specs: Sequence[ParameterSpec],
-    dtype: torch.dtype,
-    optimized: bool,
-    placement: BucketPlacement,
-    detect_data_edits: bool = False,
-) -> Bucket:
+def make_bucket(name: str, form: BucketForm, detect_data_edits: bool = False) -> Bucket:
     """Makes a bucket with rank 0's values of its parameters; for the arguments see :class:`Bucket`. Collective."""
-    bucket = Bucket(name, specs, dtype, optimized, placement, detect_data_edits)
-    layout = bucket.layout
+    bucket = Bucket(name, form, detect_data_edits)
+    dtype, layout, placement = bucket.dtype, bucket.layout, bucket.placement
     start, stop = layout.shard_range(placement.mesh.shard.rank)
     sharded = bucket.shards_params and any(isinstance(p, ShardedParameter) for p in bucket.parameters)
     if sharded:  # the full bucket is never allocated
@@ -138,6 +136,19 @@ def begin_to_train(bucket: Bucket) -> None:
     _complete_master(bucket)
 
 
+def load_full(bucket: Bucket, index: int, values: Tensor) -> None:
+    """Loads values of a parameter as :meth:`Bucket.load` does, into a new master if the shard is one and rounds them.
+
+    An optimizer may get the parameter later, and continues from these values. The same call on all ranks.
+    """
+    placement = bucket.placement
+    wider = values.dtype.itemsize > bucket.initial_dtype.itemsize
+    if wider and placement.trains and placement.precision.needs_master(bucket.dtype):
+        bucket.initial_dtype = torch.float32
+        _complete_master(bucket)
+    bucket.load({index: values})
+
+
 def _complete_master(bucket: Bucket) -> None:
     if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
         placement = bucket.placement
@@ -164,8 +175,7 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
     if bucket.dtype.itemsize == 2 and not fitting and not isinstance(master, NoMaster):
         bucket.await_moves()
         if bucket.state is BucketState.GATHERED or not bucket.shards_params:
-            edit = bucket.hidden_edit()
-            bucket.absorb_edits(everything=edit is not None and bool(edit))
+            absorb_edits([bucket])
         store, numel = bucket.placement.optimizer_store, bucket.layout.shard_numel
         home, what = StoreHome(bucket.placement, bucket.name), f"the masters of {bucket.name}"
         if split:
@@ -183,3 +193,18 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
                 bucket.master.keep(low, master.read(low, stop).to("cpu", torch.float32))
         bucket.publish(0, numel)
         bucket.mark_updated(range(len(bucket.parameters)))
+
+
+def release(bucket: Bucket) -> None:
+    """Gives every parameter an ordinary tensor at full precision; the bucket is of no use afterwards. Collective."""
+    if bucket.state is BucketState.GATHERED:
+        bucket.absorb_edits()
+    full = bucket.gather_master()
+    for index, (view, parameter) in enumerate(zip(bucket.views(full), bucket.parameters, strict=True)):
+        mark_ordinary(parameter)
+        release_parameter(parameter)
+        if index in bucket.rounded:
+            parameter.data = view.to(bucket.initial_dtype)
+            mark_rounded(parameter, bucket.dtype)
+        else:
+            parameter.data = view.clone()

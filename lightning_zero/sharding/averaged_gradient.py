@@ -25,7 +25,16 @@ from torch import Tensor
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.torch_private import changes_arguments, make_wrapper, no_torch_function, tree_leaves, tree_map
+from lightning_zero.torch_private import (
+    FOREACH,
+    READS_NUMBER,
+    TO_COPY,
+    changes_arguments,
+    make_wrapper,
+    no_torch_function,
+    tree_leaves,
+    tree_map,
+)
 
 
 @dataclass(frozen=True)
@@ -129,12 +138,12 @@ class AveragedGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        if name.startswith("_foreach_"):
-            return _one_by_one(name.removeprefix("_foreach_"), args, kwargs)
+        if name.startswith(FOREACH):
+            return _one_by_one(name.removeprefix(FOREACH), args, kwargs)
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AveragedGradient))
         if name in _SAME:
             return first if name.endswith("_") else AveragedGradient(first.place, first.held)
-        if name == "_local_scalar_dense":
+        if func is READS_NUMBER:
             return _number(first)
         if name in _FACTORIES and args[0] is first:
             return func(first.place.like(first.dtype, first.device), *args[1:], **kwargs)
@@ -154,7 +163,7 @@ class AveragedGradient(Tensor):
             f"the gradient of {self.place.name!r} is averaged, and each rank holds a slice of it: {what} needs all of "
             "it. Element-wise functions with tensors of its shape work, and so do functions that return one number, "
             "such as norms. To read all of it, call lightning_zero.full_grad(parameter) on all ranks. To change it in "
-            "another way, assign a whole tensor to parameter.grad, the same on all ranks"
+            "another way, assign a full tensor to parameter.grad, the same on all ranks"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -203,7 +212,7 @@ _FACTORIES = frozenset(
     """empty_like full_like ones_like rand_like randint_like randn_like zeros_like
     new_empty new_empty_strided new_full new_ones new_zeros""".split()
 )
-_COPIES = frozenset(("_to_copy", "clone"))
+_COPIES = frozenset((TO_COPY, "clone"))
 # Element-wise functions that torch does not tag as `pointwise`.
 _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split())
 

@@ -12,43 +12,49 @@ those that autograd saved) do not keep the memory alive. After the next unshard 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from lightning_zero.sharding.checksum import checksum
-from lightning_zero.sharding.freed import mark_freed, mark_gathered
-from lightning_zero.sharding.held import hold_parameter, release_parameter
+from lightning_zero.sharding.edits import EditWatch
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.held import hold_parameter
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.masters import Master, NoMaster
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.sharding.pending import end_pending, mark_pending
-from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.sharding.rounded import mark_rounded
-from lightning_zero.storage import DONE, Memory, Rested, Ticket, use_huge_pages
+from lightning_zero.sharding.pending import mark_freed, mark_ordinary, mark_pending
+from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket, use_huge_pages
 from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.storage.timers import Phase, timed
-from lightning_zero.torch_private import version_of
 
 
 class BucketState(Enum):
-    """States of a bucket's flat buffer: which parameter values a rank holds."""
+    """States of a bucket's flat buffer: which parameter values a rank holds.
 
-    SHARDED = auto()  # the shard only; `flat` has no memory and its parameters are freed
-    GATHERING = auto()  # shards are being gathered into `flat`; its parameters are still freed
+    ==========  =============  ========  =========  =======
+    state       begin_unshard  unshard   an update  reshard
+    ==========  =============  ========  =========  =======
+    SHARDED     GATHERING      GATHERED  SHARDED    SHARDED
+    GATHERING   GATHERING      GATHERED  STALE      SHARDED
+    GATHERED    GATHERED       GATHERED  STALE      SHARDED
+    STALE       REFRESHING     GATHERED  STALE      SHARDED
+    REFRESHING  REFRESHING     GATHERED  STALE      SHARDED
+    ==========  =============  ========  =========  =======
+
+    Where the stage does not shard parameters, or while someone holds them, ``reshard`` changes nothing. If ``flat`` is
+    the shard, as on one rank at stages 0 to 2, it is always GATHERED. :meth:`Bucket._become` shows a state to readers.
+    """
+
+    SHARDED = auto()  # the shard only: `flat` has no memory
+    GATHERING = auto()  # the shards are being gathered into `flat`, which has no values before
     GATHERED = auto()  # `flat` holds the current values of all shards
     STALE = auto()  # `flat` holds values from before the last update of the shards
+    REFRESHING = auto()  # as STALE, while the shards are being gathered into `flat`
 
 
-class ParameterSpec(NamedTuple):
-    """A parameter and its name in the module tree (its first name if it is tied)."""
-
-    name: str
-    parameter: Parameter
+GATHERS = (BucketState.GATHERING, BucketState.REFRESHING)  # a gather is under way
 
 
 class Bucket:
@@ -58,49 +64,42 @@ class Bucket:
 
     Args:
         name: name of the unit, for messages.
-        specs: the parameters in module order, all of one dtype, at their initial full-precision values.
-        dtype: dtype of the parameters in forward and backward.
-        optimized: whether an optimizer may update the parameters; otherwise their gradients are never reduced.
-        placement: groups, policies, device and stores.
+        form: parameters, dtypes, flags and placement.
         detect_data_edits: detect edits through ``data`` at stages 0 to 2 by a checksum; see :meth:`hidden_edit`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        specs: Sequence[ParameterSpec],
-        dtype: torch.dtype,
-        optimized: bool,
-        placement: BucketPlacement,
-        detect_data_edits: bool = False,
-    ) -> None:
+    def __init__(self, name: str, form: BucketForm, detect_data_edits: bool = False) -> None:
         self.name = name
-        self.names = tuple(spec.name for spec in specs)
-        self.parameters = tuple(spec.parameter for spec in specs)
+        self.names = tuple(spec.name for spec in form.spec.specs)
+        self.parameters = form.parameters
         self.formats = tuple(MemoryFormat.of(p) for p in self.parameters)
-        self.initial_dtype = self.parameters[0].dtype
-        self.dtype = dtype
-        self.optimized = optimized
+        self.initial_dtype = form.spec.given
+        self.dtype = form.dtype
+        self.optimized = form.optimized  # if not, gradients are never reduced; `begin_to_optimize` changes it
         self._detect_data_edits = detect_data_edits
-        self.placement = placement
-        self.timers = placement.mesh.timers
-        self.layout = placement.layout(tuple(p.numel() for p in self.parameters), dtype)
-        self.segments = self.layout.segments(placement.mesh.shard.rank)
+        self.placement = form.placement
+        self.timers = self.placement.mesh.timers
+        self.layout = form.layout
+        self.segments = form.segments
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
+        self.edits = EditWatch(self.parameters, self.layout.offsets)
         self.state = BucketState.GATHERED
-        self.pins = 0  # number of open `gathered_parameters` contexts; while there are any, `reshard` does nothing
-        self._full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `unshard_full_precision`
-        self._flat_views: list[Tensor] = []  # the parameters' data while they are views of `_full`
+        self.pins = 0  # while there are any, `reshard` does nothing; see `pin`
+        self.full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `show`
+        self._flat_views: list[Tensor] = []  # the parameters' data while they are views of `full`
         self.flat: Tensor
         self.shard: Rested
         self.master: Master
         self.rounded: set[int] = set()  # indices of parameters that a cast rounded while there was no master
-        self.moving: Ticket = DONE  # the last asynchronous work on the bucket's tensors in host memory
+        # The last asynchronous work on the bucket's tensors in host memory: a fetch or a gather of the shard, or its
+        # update. Waiting for it does not end its use: a stream that waits does not keep other lanes from overtaking.
+        self.moving: Ticket = DONE
         # The last asynchronous work that reads the master. Code that changes the master must wait for it; updates need
         # not, since they run later in the same lane.
         self.reading: Ticket = DONE
-        self.updating = False  # whether `moving` is an update that nobody has waited for
-        self._need: Callable[[], None] | None = None  # if the gather was deferred: gathers the bucket in its turn
+        self.updating = False  # whether nobody has waited for the last update, which `moving` is or follows
+        self._deferred: tuple[Callable[[], None], Callable[[], None]] | None = None  # see `defer`
+        self._shown: tuple[bool, Callable[[], None] | None] | None = (False, None)  # see `_become`
         self._await_shards: Callable[[], None]  # waits for the gather that has begun
 
     @torch.no_grad()
@@ -110,7 +109,7 @@ class Bucket:
         for view, parameter in zip(self.views(flat), self.parameters, strict=True):
             parameter.data = view
             hold_parameter(parameter)
-        self._remember()
+        self._note_values()
         self.reshard()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
@@ -127,17 +126,12 @@ class Bucket:
         """Whether the parameters are freed outside the forward and backward of their unit."""
         return self.placement.sharding.shard_params
 
-    def _range_of(self, segment: Segment) -> slice:
-        """The segment's elements in the flat buffer."""
-        start = self.layout.offsets[segment.param] + segment.param_start
-        return slice(start, start + segment.numel)
-
     # -------------------------------------------------------------------------------------------------- parameters
 
     @torch.no_grad()
     def begin_unshard(self) -> None:
         """Begin to gather the current values of all shards into ``flat``, unless this was done or begun before."""
-        if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
+        if self.state is not BucketState.GATHERED and self.state not in GATHERS:
             self._begin_unshard()
 
     @timed(Phase.GATHER)
@@ -147,22 +141,21 @@ class Bucket:
             use_huge_pages(self.flat)
         elif not self.shards_params:
             self.absorb_edits()  # the shard is a part of `flat`: user code may have edited it after the update
+        alone = self.layout.shards == 1
         if self.updating:  # the lane of communication waits for the update, not the training thread
-            what, executor = f"the gather of {self.name}", self.placement.executor
-            self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
-            self._await_shards = self.moving.wait
-        else:
-            alone = self.layout.shards == 1  # there is no gather; code that reads `flat` waits for the fetch itself
+            self._gather_beside(Lane.COMM, self.moving)
+        elif not alone and self.placement.executor.overlaps and self.placement.shard_memory == "host":
+            self._gather_beside(Lane.GATHER, self._fetch_shard(follow=False))  # its stream waits for the copy
+        else:  # alone there is no gather; code that reads `flat` waits for the fetch itself
             if (fetched := self._fetch_shard(follow=not alone)) is not DONE:
                 self.moving = fetched
             self._await_shards = fetched.wait if alone else self._begin_gather()
-        self.state = BucketState.GATHERING
+        self._become(BucketState.GATHERING if self.state is BucketState.SHARDED else BucketState.REFRESHING)
 
     def expect_shard(self) -> None:
         """Begin to fetch the shard from a disk, as many tiles as temporary memory holds beside those of an update."""
         if self.state is BucketState.SHARDED and not self.updating:
-            tiles = self._tiles[: self.placement.tiles_ahead(self.dtype)]
-            if tiles:
+            if tiles := self._tiles[: self.placement.tiles_ahead(self.dtype)]:
                 self.placement.await_host(self.reading)
             for tile in tiles:
                 self.shard.expect(*tile)
@@ -197,16 +190,24 @@ class Bucket:
     def _begin_gather(self) -> Callable[[], None]:
         return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
 
-    def _gather_updated(self) -> None:
-        """Gather the shards; runs in the lane of communication after the update has ended."""
-        self._fetch_shard()
-        self._begin_gather()()
+    def _gather_beside(self, lane: Lane, after: Ticket) -> None:
+        """Let a lane gather the shards: COMM fetches this rank's after its update, GATHER begins after its fetch."""
+
+        def gather() -> None:
+            if lane is Lane.COMM:
+                self._fetch_shard()
+            self._begin_gather()()
+
+        what = f"the gather of {self.name}"
+        self.moving = self.placement.mesh.submit(self.placement.executor, gather, lane, what, [after])
+        self._await_shards = self.moving.wait
 
     @torch.no_grad()
     def unshard(self) -> None:
         """Gather the current values of all shards into ``flat``, after a running update, unless it has them."""
-        if self._need is not None:
-            self._need()
+        if self._deferred is not None:
+            need, _ = self._deferred
+            need()
         if self.state is not BucketState.GATHERED:
             self._end_unshard()
         else:
@@ -214,16 +215,14 @@ class Bucket:
 
     @timed(Phase.GATHER)
     def _end_unshard(self) -> None:
-        if self.state is not BucketState.GATHERING:
+        if self.state not in GATHERS:
             self.await_update()
         self.begin_unshard()
         self._await_shards()
         self.updating = False  # the gather ran after the update
-        self.state = BucketState.GATHERED
-        for parameter in self.parameters:
-            mark_gathered(parameter)
-            end_pending(parameter)
-        self._versions = [version_of(p) for p in self.parameters]  # gathering is no edit by user code
+        self._become(BucketState.GATHERED)
+        if self.full is None:  # or edits of the masters that are shown would be forgotten
+            self.edits.note_versions()  # gathering is no edit by user code
 
     def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
         """Mark the parameters as pending and let two callbacks gather them, until :meth:`end_deferred`.
@@ -232,43 +231,66 @@ class Bucket:
             need: called by :meth:`unshard`; gathers this bucket, possibly with others, or raises.
             read: called before any code but a unit's forward reads a parameter.
         """
-        self._need = need
-        for parameter in self.parameters:
-            mark_pending(parameter, read)
+        self._deferred = need, read
+        self._become(self.state)
 
     @property
     def deferred(self) -> bool:
         """Whether the gather of the bucket is deferred, from :meth:`defer` to :meth:`end_deferred`."""
-        return self._need is not None
+        return self._deferred is not None
 
     def end_deferred(self, gather: bool = True) -> None:
         """Undo :meth:`defer`; with ``gather`` gather now, otherwise the next :meth:`unshard` does."""
         if gather:
             self.begin_unshard()
-        self._need = None
+        self._deferred = None
         if gather:
             self.unshard()
-            return
-        for parameter in self.parameters:
-            end_pending(parameter)
-        self._mark_updating()
+        else:
+            self._become(self.state)
+
+    def pin(self) -> None:
+        """Keep ``flat`` from being freed, for a ``gathered_parameters`` context or the root, until :meth:`unpin`."""
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """Undo one :meth:`pin`. After the last one :meth:`reshard` frees ``flat`` again."""
+        self.pins -= 1
 
     @torch.no_grad()
     def reshard(self) -> None:
-        """Free ``flat`` if the stage shards parameters and no ``gathered_parameters`` context is open."""
+        """Free ``flat`` if the stage shards parameters and nobody pins it."""
         if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
             return
-        if self.state is BucketState.GATHERING:
+        if self.state in GATHERS:
             self._await_shards()  # the gather must not write to freed memory
         elif self.state is BucketState.GATHERED:
             self.absorb_edits()
         self.flat.untyped_storage().resize_(0)
-        self.state = BucketState.SHARDED
-        self._mark_freed()
+        self._become(BucketState.SHARDED)
 
-    def _mark_freed(self) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            mark_freed(parameter, name)
+    def _become(self, state: BucketState) -> None:
+        """Enter ``state``, and show the parameters as what they are: freed, pending or ordinary ones.
+
+        They also depend on ``full``, ``updating`` and :attr:`deferred`; a change of one of these must end here, too.
+        """
+        self.state = state
+        freed = state in (BucketState.SHARDED, BucketState.GATHERING) and self.full is None
+        read = None  # gives a pending parameter its values
+        if not freed and self._deferred is not None:
+            _, read = self._deferred
+        elif not freed and self.updating and not self.shards_params:  # the shard is a part of `flat`
+            read = self.await_update
+        if (freed, read) != self._shown:
+            self._shown = None  # if this is interrupted, the next call marks all parameters anew
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if freed:
+                    mark_freed(parameter, name)
+                elif read is not None:
+                    mark_pending(parameter, read)
+                else:
+                    mark_ordinary(parameter)
+            self._shown = freed, read
 
     def begin_update(self, update: Callable[[], object]) -> Ticket:
         """Begin to update the shard by a job in the lane of updates, and return its ticket.
@@ -279,13 +301,8 @@ class Bucket:
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
         self.updating = self.moving is not DONE
-        self._mark_updating()
+        self._become(self.state)
         return self.moving
-
-    def _mark_updating(self) -> None:
-        if self.updating and not self.shards_params:
-            for parameter in self.parameters:
-                mark_pending(parameter, self.await_update)
 
     def await_update(self) -> None:
         """Wait for an asynchronous update: the host waits for its end, the current stream for its copies.
@@ -300,35 +317,32 @@ class Bucket:
     def _await_update(self) -> None:
         self.moving.wait()
         self.updating = False
-        if self._need is None:  # otherwise the parameters are stale and stay pending
-            for parameter in self.parameters:
-                end_pending(parameter)
+        self._become(self.state)
 
-    def mark_updated(self, indices: Iterable[int]) -> None:
+    def mark_updated(self, indices: Collection[int]) -> None:
         """Note that the shards have new values for the parameters ``indices``, so that ``flat`` may be stale."""
-        if self.state is BucketState.GATHERING:
+        if self.state in GATHERS:
             self.unshard()  # the values on their way are stale too
         # As an update in place does: backward through a graph from before the update must raise, not use new values.
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
-        self._remember()
+        self._note_values()
         # With one shard at stages 0 to 2, `flat` is the shard.
         if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.shards_params):
-            self.state = BucketState.STALE
+            self._become(BucketState.STALE)
 
-    def _remember(self) -> None:
-        """Note the versions and the checksum of the parameters, by which edits by user code are found later."""
-        self._versions = [version_of(p) for p in self.parameters]
+    def _note_values(self) -> None:
+        """Note the values of the parameters, by which edits by user code are found later."""
         # An edit through `data` does not change the version counter. If the master is another tensor, the next update
         # overwrites such an edit, unless it was made in `gathered_parameters(writeback=True)`. Checksums find these
         # edits, for two passes over the shard and one wait for the device per step; at stage 3 it would be per gather.
         watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
         if watched:
             self.await_update()
-        self._checksum = checksum(self._own_part()) if watched else None
+        self.edits.note(self._own_part() if watched else None)
 
     def hidden_edit(self) -> Tensor | None:
         """Whether the shard's bits have changed since they were noted: 0-dim bool on the device; ``None``: unknown."""
-        return None if self._checksum is None else checksum(self._own_part()) != self._checksum
+        return self.edits.hidden(self._own_part)
 
     def _own_part(self) -> Tensor:
         return self.shard.read(0, self.shard.numel)  # a part of `flat`
@@ -340,14 +354,10 @@ class Bucket:
         Args:
             everything: take over all parameters, also those with an unchanged version counter (edits through ``data``).
         """
-        # `end_full_precision` takes over edits of full-precision parameters. While an update or a deferred gather is
-        # pending there are no edits, since any access would have waited for it.
-        if self._full is not None or self.updating or self.deferred:
+        # `take_masters` takes edits of masters. While an update or a gather is pending, any access waits for it.
+        if self.full is not None or self.updating or self.deferred:
             return
-        edited = set()
-        for index, parameter in enumerate(self.parameters):
-            if self._reattach(self.flat, index) or everything or version_of(parameter) != self._versions[index]:
-                edited.add(index)
+        edited = self.edits.find(self.flat, self.view, everything)
         if not edited:
             return
         self.reading.synchronize()
@@ -356,72 +366,33 @@ class Bucket:
                 if self.shards_params:  # otherwise the shard is the same memory
                     self._take_edit(segment)
                 self.master.derive(segment.start, segment.stop)
-        self._remember()
+        self._note_values()
 
     def _take_edit(self, segment: Segment) -> None:
         memories: tuple[Memory, Memory] = "device", self.placement.shard_memory
-        source = self.flat[self._range_of(segment)]
+        start = self.layout.offsets[segment.param] + segment.param_start
+        source = self.flat[start : start + segment.numel]
         for low, high in pieces(self.shard.tile, segment.start, segment.stop):
             with changing(self.shard, low, high) as target:
                 self.placement.copy(target, source[low - segment.start : high - segment.start], memories, self.name)
 
-    def _reattach(self, flat: Tensor, index: int) -> bool:
-        """If ``data`` was assigned (``module.double()``), copy it into ``flat``, make it a view again; return True."""
-        parameter, start = self.parameters[index], self.layout.offsets[index] * flat.itemsize
-        if parameter.data_ptr() == flat.data_ptr() + start or not parameter.numel():
-            return False
-        view = self.view(flat, index)
-        view.copy_(parameter.data)
-        parameter.data = view
-        return True
-
     @torch.no_grad()
-    def unshard_full_precision(self) -> bool:
-        """Give the parameters the gathered values of the masters; resharding does not free them. Collective.
+    def show(self, full: Tensor | None) -> None:
+        """Make the parameters views of ``full``, which has the layout of ``flat``; ``None``: of ``flat`` again.
 
-        Returns:
-            Whether :meth:`end_full_precision` must follow, since they are views of another tensor than ``flat`` now.
+        While they show another tensor, the bucket must be pinned.
         """
-        if self._full is not None:
-            return False
-        if self.master.dtype == self.dtype and not self.shards_params:
-            self.unshard()
-            return False
-        if self.state is BucketState.GATHERED:
-            self.absorb_edits()
-        self._full = self.gather_master()
-        for view, parameter in zip(self.views(self._full), self.parameters, strict=True):
-            mark_gathered(parameter)
-            self._flat_views.append(parameter.data)
-            parameter.data = view
-        return True
-
-    @torch.no_grad()
-    def end_full_precision(self, writeback: bool) -> None:
-        """Make the parameters views of ``flat`` again and take over their edits. Collective.
-
-        Args:
-            writeback: take over rank 0's values of all parameters on all ranks. Otherwise each rank takes over its own
-                values of the parameters whose version counter has changed.
-        """
-        assert self._full is not None
-        full, self._full = self._full, None
-        edited = [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if self._reattach(full, index) or writeback or version_of(parameter) != self._versions[index]
-        ]
-        if writeback:
-            self.placement.mesh.world.broadcast_(full, f"write back {self.name}")
-        for view, parameter in zip(self._flat_views, self.parameters, strict=True):
-            parameter.data = view
-        self._flat_views = []
-        for index in edited:
-            self._load_master(index, self.view(full, index))
-        if edited:
-            self.mark_updated(edited)
-        if self.state is BucketState.SHARDED:
-            self._mark_freed()
+        if full is None:
+            for view, parameter in zip(self._flat_views, self.parameters, strict=True):
+                parameter.data = view
+            self._flat_views, self.full = [], None
+            self._become(self.state)
+        else:
+            self.full = full
+            self._become(self.state)
+            self._flat_views = [parameter.data for parameter in self.parameters]
+            for view, parameter in zip(self.views(full), self.parameters, strict=True):
+                parameter.data = view
 
     def await_moves(self) -> None:
         """Let the host wait for all work on the bucket's tensors in host memory, before the host changes them."""
@@ -434,12 +405,13 @@ class Bucket:
         """Update elements ``[start, stop)`` of the parameter shard from the master, after the master was changed."""
         self.placement.await_host(self.master.write(start, stop))
 
-    def load(self, index: int, values: Tensor) -> None:
-        """Overwrite parameter ``index`` with full-precision ``values`` of its shape; ``flat`` may become stale."""
-        self._load_master(index, values)
-        self.mark_updated([index])
+    def load(self, values: Mapping[int, Tensor]) -> None:
+        """Overwrite parameters with full-precision values of their shapes, by index; ``flat`` may become stale."""
+        for index, full in values.items():
+            self._load(index, full)
+        self.mark_updated(values)
 
-    def _load_master(self, index: int, values: Tensor) -> None:
+    def _load(self, index: int, values: Tensor) -> None:
         self.await_moves()
         for segment in self.segments:
             if segment.param == index:
@@ -476,16 +448,11 @@ class Bucket:
             self.placement.await_host(self.reading)  # tiles have one reader at a time
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 
-    def release(self) -> None:
-        """Give every parameter an ordinary tensor at full precision and forget the flat buffer. Collective."""
-        if self.state is BucketState.GATHERED:
-            self.absorb_edits()
-        full = self.gather_master()
-        for index, (view, parameter) in enumerate(zip(self.views(full), self.parameters, strict=True)):
-            mark_gathered(parameter)
-            release_parameter(parameter)
-            if index in self.rounded:
-                parameter.data = view.to(self.initial_dtype)
-                mark_rounded(parameter, self.dtype)
-            else:
-                parameter.data = view.clone()
+
+def absorb_edits(buckets: Sequence[Bucket]) -> None:
+    """Takes over edits by user code, also those that only checksums show, with one wait for the device."""
+    asked = [(bucket, edit) for bucket in buckets if (edit := bucket.hidden_edit()) is not None]
+    answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []
+    hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
+    for bucket in buckets:
+        bucket.absorb_edits(everything=id(bucket) in hidden)

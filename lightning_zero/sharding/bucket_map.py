@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.sharding.adoption import begin_to_train, make_bucket
-from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.adoption import begin_to_train, make_bucket, release
+from lightning_zero.sharding.bucket import Bucket, BucketState, absorb_edits
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.full_precision import end_masters, show_masters, take_masters
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.partition import BucketSpec, Unit
@@ -47,9 +48,7 @@ class BucketMap:
         self.module = module
         self.placement = placement
         self.buckets = [
-            make_bucket(
-                _name(number, spec), spec.specs, spec.dtype, spec.optimized, spec.placed(placement), detect_data_edits
-            )
+            make_bucket(_name(number, spec), BucketForm(spec, placement), detect_data_edits)
             for number, spec in enumerate(specs)
         ]
         self.refresher = Refresher(placement.mesh, self.buckets)
@@ -104,12 +103,7 @@ class BucketMap:
 
         Edits made in place through ``data`` are found only in buckets with ``detect_data_edits``.
         """
-        gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
-        asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
-        answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []  # one wait for the device
-        hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
-        for bucket in gathered:
-            bucket.absorb_edits(everything=id(bucket) in hidden)
+        absorb_edits([bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED])
 
     def full(self, parameter: Tensor) -> Tensor:
         """The full-precision values of one parameter, of its shape, including edits by user code. Collective."""
@@ -127,10 +121,19 @@ class BucketMap:
             yield
         finally:
             for bucket in masters_shown:
-                bucket.end_full_precision(writeback)
+                end_masters(bucket, writeback)
+            # Parameters that are not freed show the new values, as do those of an outer context.
+            again = [bucket for bucket in masters_shown if bucket.pins > 1 or not bucket.shards_params]
+            for bucket in again:
+                bucket.begin_unshard()
+            for bucket in again:
+                bucket.unshard()
             for bucket in buckets:
-                bucket.pins -= 1
-                if bucket.state is BucketState.GATHERED:
+                bucket.unpin()  # first: an error below must not leave it pinned
+                if bucket.full is not None:  # an outer context shows masters
+                    if writeback:
+                        take_masters(bucket, writeback=True)
+                elif bucket.state is BucketState.GATHERED:
                     bucket.absorb_edits()
                     if writeback:
                         bucket.await_update()
@@ -147,17 +150,17 @@ class BucketMap:
         held, masters_shown = list[Bucket](), list[Bucket]()
         try:
             for bucket in buckets:
-                bucket.pins += 1
+                bucket.pin()
                 held.append(bucket)
                 if not full_precision:
                     bucket.unshard()
-                elif bucket.unshard_full_precision():
+                elif show_masters(bucket):
                     masters_shown.append(bucket)
         except BaseException:
             for bucket in masters_shown:
-                bucket.end_full_precision(writeback=False)
+                end_masters(bucket, writeback=False)
             for bucket in held:
-                bucket.pins -= 1
+                bucket.unpin()
             for bucket in held:
                 bucket.reshard()
             raise
@@ -188,7 +191,7 @@ class BucketMap:
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""
         for bucket in self.buckets:
-            bucket.release()
+            release(bucket)
         self.placement.optimizer_store.close()
         self.buckets, self.root, self._holder = [], [], {}
         self.gradients, self._gradients = [], {}

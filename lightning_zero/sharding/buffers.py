@@ -15,7 +15,7 @@ from lightning_zero.sharding.checksum import checksum
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.torch_private import has_own_apply, version_of
+from lightning_zero.torch_private import has_own_apply, move_other_state, version_of
 
 # In training mode these layers write their statistics but do not read them, so the ranks' statistics may differ.
 _NORMALIZATIONS = (
@@ -30,12 +30,15 @@ _NORMALIZATIONS = (
 
 
 def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
-    """Move buffers to the device, convert them to the dtype of the policy, and broadcast rank 0's. Collective."""
+    """Move buffers to the device, convert them to the dtype of the policy, and broadcast rank 0's. Collective.
+
+    State that only a module's own ``_apply`` knows, such as that of metrics, is moved, too.
+    """
     # By id, since a buffer may be registered twice; with the buffer itself, whose id another tensor may get after it.
     converted: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
-        if has_own_apply(module) and next(module.parameters(), None) is None:
-            module.to(placement.device)  # moves state that is neither parameter nor buffer, as torchmetrics has
+        if has_own_apply(module):
+            move_other_state(module, placement.device)  # as torchmetrics has
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in converted:
                 dtype = placement.precision.buffer_dtype(buffer.dtype)
@@ -138,7 +141,7 @@ class BufferWatch:
         )
 
     def _changed(self, buffers: list[tuple[_Key, Tensor]]) -> list[bool]:
-        """For each buffer, whether this rank has changed it."""
+        """Returns for each buffer whether this rank has changed it."""
         unchanged = set()  # according to torch's version counters
         compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether the checksum differs
         for key, buffer in buffers:

@@ -353,7 +353,7 @@ class Group:
         self._noted = what
 
     def _come(self) -> None:
-        """Before a collective of the thread that trains, issue those that must come first, or wait until a lane has."""
+        """Issue what must precede a collective of the thread that trains, or wait until a lane has issued it."""
         if in_lane():  # a lane keeps its own order
             return
         if self.before is not None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_zero.torch_private import ORIGINAL, compiled_call, registered_modules, set_compiled_call
 
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments | None]  # returns those to use instead
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # returns the output
 
 
@@ -49,14 +50,21 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the entries of ``state``, with or without wrappers in their names, to the names in ``module``.
 
-    Names that ``module`` does not have stay unchanged.
+    The beginning of a name, up to the innermost module that has it, decides; the rest stays as it is.
     """
-    own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
-    return {own.get(plain_name(name), name): value for name, value in state.items()}
+    own = {plain_name(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+
+    def renamed(name: str) -> str:
+        parts = plain_name(name).split(".")
+        inner = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in own), 0)
+        prefix = own[".".join(parts[:inner])]
+        return ".".join([*filter(None, [prefix]), *parts[inner:]])
+
+    return {renamed(name): value for name, value in state.items()}
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Like :meth:`torch.nn.Module.named_modules`, but yields each wrapper instead of the module inside it."""
+    """Yields what :meth:`torch.nn.Module.named_modules` does, but each wrapper instead of the module inside it."""
     inside = {id(original(module)) for module in root.modules() if original(module) is not module}
     for name, module in root.named_modules():
         if id(module) not in inside:
@@ -105,7 +113,7 @@ class _AroundCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
-        self._before(self._module, args, kwargs)
+        args, kwargs = self._before(self._module, args, kwargs) or (args, kwargs)
         try:
             output = self._compiled(*args, **kwargs)
         except BaseException:

@@ -256,7 +256,7 @@ class Exchange:
 
     @contextmanager
     def _using_channel(self) -> Iterator[None]:
-        """If an error ends the exchange, ends the channel, and keeps the tensors: another rank may still read them."""
+        """Ends the channel on an error in the exchange, and keeps the tensors: another rank may still read them."""
         if self._channel.failure is not None:
             raise RuntimeError(f"an exchange before it has failed: {self._channel.failure}")
         try:

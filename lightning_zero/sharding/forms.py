@@ -1,4 +1,4 @@
-"""Computes sizes, dtypes and places of a bucket's tensors before they are made, by the same rules as for real ones."""
+"""Computes sizes, dtypes and places of a bucket's tensors before they are made; a plan makes none."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 
 @dataclass(frozen=True)
 class BucketForm:
-    """A bucket of which no tensor has been made.
+    """A bucket of which no tensor has been made: what :class:`~lightning_zero.sharding.bucket.Bucket` is made by.
 
     Attributes:
         spec: its parameters, dtypes and flags.
-        of: the placement that the buckets of the engine share.
+        shared: the placement that the buckets of the engine share.
     """
 
     spec: BucketSpec
-    of: BucketPlacement
+    shared: BucketPlacement
 
-    @property
+    @cached_property
     def placement(self) -> BucketPlacement:
         """The placement of this bucket; that of a persistent or resident bucket differs from the shared one."""
-        return self.spec.placed(self.of)
+        return self.spec.placed(self.shared)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -48,7 +48,7 @@ class BucketForm:
     @cached_property
     def layout(self) -> FlatLayout:
         """Offsets in the flat buffer."""
-        return layout_of(self.spec, self.of)
+        return layout_of(self.spec, self.shared)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

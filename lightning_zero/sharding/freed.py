@@ -14,18 +14,17 @@ from typing import Any, ParamSpec, TypeVar
 from torch.nn import Parameter
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.torch_private import no_subclass_functions, tree_leaves
+from lightning_zero.torch_private import PRIVATE_METADATA, no_subclass_functions, tree_leaves
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_METADATA = frozenset(
-    """shape dtype device layout ndim names requires_grad grad _grad grad_fn grad_dtype is_leaf retains_grad _version
+_METADATA = PRIVATE_METADATA | frozenset(
+    """shape dtype device layout ndim names requires_grad grad grad_fn grad_dtype is_leaf retains_grad
     is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_nested is_xla is_mps is_xpu output_nr
-    _backward_hooks _post_accumulate_grad_hooks _base
     size dim numel nelement stride storage_offset element_size itemsize nbytes is_contiguous is_floating_point is_signed
     is_inference ndimension get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
-    __hash__ __len__ _is_view
+    __hash__ __len__
     empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros""".split()
 )
 _ACCESSORS = frozenset(("__get__", "__set__", "__delete__"))
@@ -98,23 +97,10 @@ def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark(parameter: Parameter, base: type[MarkedParameter]) -> None:
-    """Let the class ``base`` intercept every use of ``parameter``."""
-    parameter.__class__ = _marked_class(base, type(parameter))
+    """Let the class ``base``, and no other one, intercept every use of ``parameter``."""
+    parameter.__class__ = _marked_class(base, own_class(type(parameter)))
 
 
 def unmark(parameter: Parameter) -> None:
     """Undo :func:`mark`."""
     parameter.__class__ = own_class(type(parameter))
-
-
-def mark_freed(parameter: Parameter, name: str) -> None:
-    """Make every use of ``parameter``, except of its metadata, an error that gives ``name``."""
-    if not isinstance(parameter, FreedParameter):
-        parameter._zero_name = name  # type: ignore[attr-defined]
-        mark(parameter, FreedParameter)
-
-
-def mark_gathered(parameter: Parameter) -> None:
-    """Undo :func:`mark_freed`."""
-    if isinstance(parameter, FreedParameter):
-        unmark(parameter)

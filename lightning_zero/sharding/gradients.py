@@ -20,7 +20,7 @@ parameters that received one on some rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Flag, auto
 from functools import partial
 from operator import itemgetter
@@ -34,7 +34,7 @@ from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.pieces import Pieces
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.sharding.sharded_gradient import ShardedGradient
-from lightning_zero.storage import temporary_zeros
+from lightning_zero.storage import Lane, temporary_zeros
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import copy_each
 
@@ -146,14 +146,29 @@ class BucketGradients(Reduction[Tensor, Pieces]):
         return self.bucket.formats[index].flatten(gradient).resolve_neg().to(dtype).contiguous()
 
     def _merge(self, total: Tensor, values: Tensor) -> Tensor:
+        if self._placement.mesh.shard.size == 1:  # then it is the buffer of an earlier micro-batch
+            self._placement.executor.keep(total)
         ops.accumulate_(total, values)
         return total
 
     def _convert(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
 
+    def _beside(self, job: Callable[[], None]) -> None:
+        placement = self._placement
+        if not self._is_beside:
+            job()
+            return
+        what = f"the gradients of {self.bucket.name}"
+        self.sharded.reduced = placement.mesh.submit(placement.executor, job, Lane.REDUCE, what)
+
+    def _make_room(self, dtype: torch.dtype, more: bool) -> None:
+        self.sharded.make_room(dtype, more)
+
     def _reduce_scatter(self, gradients: Tensor | Pieces, out: Tensor | None = None, add: bool = False) -> Tensor:
         mesh, what = self._placement.mesh, f"reduce the gradients of {self.bucket.name}"
+        if isinstance(gradients, Tensor):
+            self._placement.executor.keep(gradients)
         # Divided before the sum, so that fp16 sums over many ranks do not overflow.
         return mesh.shard.reduce_scatter(gradients, what, 1.0 / mesh.world.size, out, add)
 
@@ -176,6 +191,7 @@ class BucketGradients(Reduction[Tensor, Pieces]):
         """Multiply all gradients that are held, reduced or not, by ``factor``."""
         held = [gradient for p in self.bucket.parameters if (gradient := local_grad(p)) is not None]
         held += [t for t in (self._sum, self._window) if t is not None]
+        self.sharded.await_reduction()
         for gradient in held:
             gradient.mul_(factor)
         if not self.sharded.empty:
@@ -193,8 +209,10 @@ class BucketGradients(Reduction[Tensor, Pieces]):
         if not keep_used:
             for i in chosen:
                 self.received[i] = False
-        # The slice is empty only when the gradients of all parameters of the bucket were cleared.
         self._cleared |= chosen
+        # The slice is empty only when the gradients of all parameters of the bucket were cleared.
+        if self._window is not None:
+            self.sharded.await_reduction()
         if len(self._cleared) == len(self.bucket.parameters) and not keep_used:
             self.sharded.clear()
             self._sum = self._window = None

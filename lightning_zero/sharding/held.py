@@ -9,12 +9,16 @@ computes from the local and the sharded gradient. To this end the class of the p
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, SupportsIndex
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from lightning_zero.torch_private import pickled_parameter
 
 _slot: Any = Tensor.grad  # the descriptor of autograd's slot; `Any`, since torch's stub does not declare it as one
 
@@ -33,6 +37,19 @@ class GradientSource(Protocol):
 
 # By id of the parameter. A source keeps its parameters alive, so no other object can get one of these ids meanwhile.
 _sources: WeakValueDictionary[int, GradientSource] = WeakValueDictionary()
+
+
+_pickled_as: ContextVar[Mapping[int, Tensor] | None] = ContextVar("pickled_as", default=None)
+
+
+@contextmanager
+def pickled_as(values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Surrounds code that pickles modules: held parameters are pickled with these values, by id of the parameter."""
+    token = _pickled_as.set(values)
+    try:
+        yield
+    finally:
+        _pickled_as.reset(token)
 
 
 def local_grad(parameter: Parameter) -> Tensor | None:
@@ -78,6 +95,13 @@ class HeldParameter(Parameter):
         copy: Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         release_parameter(copy)
         return copy
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        values = (_pickled_as.get() or {}).get(id(self))
+        if values is None:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_zero_")}
+        return pickled_parameter(values, self.requires_grad, own)
 
 
 @functools.cache

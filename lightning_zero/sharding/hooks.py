@@ -7,7 +7,8 @@ gathers their buckets as well, so that calling a part of the model (``module.net
 The end of a call's backward is found as follows. Autograd runs ready nodes in descending order of their sequence
 numbers, and a node has a lower number than the nodes that use its result. So when autograd comes to the node that made
 the *latest input* of the call, all nodes made during the call have run, also those that do not lie between input and
-output. (Accumulation into leaves is an exception, since it runs at once; so inputs that are leaves are ignored.)
+output. (Accumulation into leaves is an exception, since it runs at once; so inputs that are leaves are ignored. If no
+other input requires a gradient, as where reentrant checkpointing computes a unit again, the call gets views of them.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,20 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
-from lightning_zero.sharding.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
+from lightning_zero.sharding.compiled import Arguments, Handle, attach, inside_graphs, is_compiled, named_modules
 from lightning_zero.sharding.left_tensors import LeftTensors
 from lightning_zero.sharding.partition import Unit
-from lightning_zero.torch_private import autograd_number, base_of, gradient_hooks, tree_leaves, tree_map
+from lightning_zero.torch_private import (
+    autograd_number,
+    base_of,
+    gradient_hooks,
+    inside_backward,
+    tree_leaves,
+    tree_map,
+)
 
 _DEPTH = 3  # levels of nested objects that are searched for a unit's output tensors
 
@@ -146,19 +155,24 @@ class UnshardHooks:
         if self._gather_own:
             self._gather_own()
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self._covered():
-            return
+            return None
         self._gather()
         call = _Call()
         self._calls.append(call)
         # A forward inside backward recomputes an activation checkpoint; the work noted by the first forward is valid.
         if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
-            return
+            return None
         made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if (latest := max(filter(None, made), key=_number, default=None)) is not None:
+        viewed = None
+        latest = max(filter(None, made), key=_number, default=None)
+        if latest is None and inside_backward():  # it is recomputed from leaves that nobody else knows
+            viewed, latest = _with_views(args, kwargs)
+        if latest is not None:
             call.latest_input = _number(latest)
             _due_at(latest).ends.append((self, call))
+        return viewed
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._covered() or not self._calls:
@@ -259,6 +273,31 @@ class RefreshHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RefreshHook, ((),)
+
+
+def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments | None, Node | None]:
+    """Replaces leaves that require a gradient, and views of leaves, by views; not in containers that a call may fill.
+
+    Returns:
+        The arguments, and the latest node that made a view; ``None`` and ``None`` if there is no such leaf.
+    """
+    latest: Node | None = None
+
+    def view(value: Any) -> Any:
+        nonlocal latest
+        if not isinstance(value, Tensor) or isinstance(value, Parameter):
+            return value
+        if value.is_nested or value.layout is not torch.strided or not (base_of(value).is_leaf and value.requires_grad):
+            return value
+        viewed = value.view_as(value)
+        latest = viewed.grad_fn
+        return viewed
+
+    def views(value: Any) -> Any:
+        return tree_map(view, value, is_leaf=lambda part: not isinstance(part, tuple))
+
+    viewed = views(args), {name: views(value) for name, value in kwargs.items()}
+    return (None, None) if latest is None else (viewed, latest)
 
 
 def _maker(tensor: Tensor) -> Node | None:
@@ -387,7 +426,7 @@ def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int,
     for unit in units:
         if (compiled := around.get(id(unit.module))) is not None:
             name = next(name for name, module in named_modules(root) if module is compiled)
-            as_unit = f", or make it one unit with units=[{name!r}]" if name else ""
+            as_unit = advice(Case.COMPILED_AS_A_WHOLE, ", ").format(name=name) if name else ""
             raise ValueError(
                 f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
                 f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"

@@ -167,7 +167,7 @@ class WholeLayout(FlatLayout):
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """For each parameter the rank in the shard group that holds it."""
+        """The rank in the shard group that holds each parameter."""
         return self._places[0]
 
     def owner(self, param: int) -> int:

@@ -7,8 +7,8 @@ one) is one class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,21 +21,13 @@ from lightning_zero.storage.rested import changing, keep, nbytes_of, pieces
 from lightning_zero.storage.staged import staged_tile
 
 
-def _nothing() -> None:
-    """Does nothing: the kernel has already written the shard."""
-
-
 class KernelTensors(NamedTuple):
-    """Tensors of a master for an update kernel (see :class:`lightning_zero.ops.Options`), 1-D and of equal length.
-
-    ``finish`` must be called after the kernel. It publishes the changed values, as :meth:`Master.write` does.
-    """
+    """Tensors of a master for an update kernel (see :class:`lightning_zero.ops.Options`), 1-D and of equal length."""
 
     param: Tensor
     remainder: Tensor | None = None
     copy_out: Tensor | None = None
     copy_ties: ops.Ties = "even"
-    finish: Callable[[], object] = _nothing
 
 
 class Master(Protocol):
@@ -112,8 +104,11 @@ class Master(Protocol):
         """
         ...
 
-    def tensors(self, start: int, stop: int) -> KernelTensors:
-        """The tensors that a kernel on the host updates in place."""
+    def tensors(self, start: int, stop: int) -> AbstractContextManager[KernelTensors]:
+        """Gives the tensors that a kernel updates in place inside the context.
+
+        At its end the changed values are published, as :meth:`write` does.
+        """
         ...
 
     def derive(self, start: int, stop: int) -> None:
@@ -234,8 +229,8 @@ class NoMaster:
         """Does nothing: the values are those of the shard."""
         return DONE
 
-    def tensors(self, start: int, stop: int) -> KernelTensors:
-        return KernelTensors(self._shard.view(start, stop))
+    def tensors(self, start: int, stop: int) -> AbstractContextManager[KernelTensors]:
+        return nullcontext(KernelTensors(self._shard.view(start, stop)))
 
     def derive(self, start: int, stop: int) -> None:
         """Does nothing: the values are those of the shard."""
@@ -357,15 +352,17 @@ class CopyMaster(_RestedMaster):
             ticket = self._publish(low, _rounded_away(values) if away else values)
         return ticket
 
-    def tensors(self, start: int, stop: int) -> KernelTensors:
+    @contextmanager
+    def tensors(self, start: int, stop: int) -> Iterator[KernelTensors]:
         self._updated.forget()
         values = self.values.view(start, stop)
         if self._shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
-            return KernelTensors(values, finish=lambda: self.write(start, stop))
+            yield KernelTensors(values)
+            self.write(start, stop)
+            return
         # The kernel writes the 16-bit values in the same pass, to the shard or to memory that is copied to it.
-        filling = ExitStack()
-        copy_out = filling.enter_context(self._home.filling(self._shard.view(start, stop)))
-        return KernelTensors(values, copy_out=copy_out, copy_ties=self.ties, finish=filling.close)
+        with self._home.filling(self._shard.view(start, stop)) as copy_out:
+            yield KernelTensors(values, copy_out=copy_out, copy_ties=self.ties)
 
     def derive(self, start: int, stop: int) -> None:
         for low, high in pieces(self.tile, start, stop):
@@ -440,10 +437,11 @@ class SplitMaster(_RestedMaster):
                 ticket = self._publish(low, self._own_high.read(low, high))
         return ticket
 
-    def tensors(self, start: int, stop: int) -> KernelTensors:
+    @contextmanager
+    def tensors(self, start: int, stop: int) -> Iterator[KernelTensors]:
         self._updated.forget()
-        high, remainder = self._high.view(start, stop), self._remainder.view(start, stop)
-        return KernelTensors(high, remainder, finish=lambda: self.write(start, stop))
+        yield KernelTensors(self._high.view(start, stop), self._remainder.view(start, stop))
+        self.write(start, stop)
 
     def derive(self, start: int, stop: int) -> None:
         # If the shard is the high part, its old values are not known. Remainders then stay as they are: an unedited
@@ -459,7 +457,7 @@ class SplitMaster(_RestedMaster):
 
 
 def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:
-    """For each element whether ``shard`` is ``master`` in the shard's dtype (for bf16 with either rounding of ties)."""
+    """Tells for each element whether ``shard`` is ``master`` in its dtype (for bf16 with either rounding of ties)."""
     matches = master.to(shard.dtype) == shard
     if master.dtype == torch.float32 and shard.dtype == torch.bfloat16:
         matches |= _rounded_away(master) == shard

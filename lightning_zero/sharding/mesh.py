@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -39,6 +40,7 @@ class Mesh:
         replica: this rank's replica group.
         timers: measure this rank's work between collectives, and its waits for them.
         board: notes of all ranks, which explain errors.
+        engine_numbers: numbers the engines of this mesh, alike on all ranks, and gives no number twice.
     """
 
     world: Group
@@ -46,6 +48,7 @@ class Mesh:
     replica: Group
     timers: Timers = field(default_factory=Timers)
     board: Board = field(default_factory=Board)
+    engine_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         for group in (self.world, self.shard, self.replica):
@@ -66,14 +69,17 @@ class Mesh:
         for group in (self.world, self.shard, self.replica):
             group.before = act
 
-    def submit(self, executor: Executor, job: Callable[[], object], what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Submit a job with collectives to the lane of communication.
+    def submit(
+        self, executor: Executor, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Submit a job with collectives to a lane of communication.
 
         Its collectives are issued after those that the training thread has issued, and before its next ones.
 
         Args:
             executor: the executor with the lane.
             job: issues the collectives.
+            lane: ``COMM``, ``GATHER`` or ``REDUCE``.
             what: description for messages and traces.
             after: tickets of work that must end before the job begins.
 
@@ -82,9 +88,10 @@ class Mesh:
         """
         if self.world.before is not None:
             self.world.before()  # gathers that were deferred: other ranks may have issued them already
-        ticket = executor.submit(job, Lane.COMM, what, after)
-        for group in (self.world, self.shard, self.replica):
-            group.issuing = ticket
+        ticket = executor.submit(job, lane, what, after)
+        if lane is Lane.COMM:  # a thread issues them
+            for group in (self.world, self.shard, self.replica):
+                group.issuing = ticket
         return ticket
 
     def position(self) -> str | None:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.sharding.bucket import ParameterSpec
 from lightning_zero.sharding.collective_errors import CollectiveError
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.compiled import named_modules, original, plain_name
@@ -53,6 +52,13 @@ class Unit:
 
     name: str
     module: nn.Module
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter and its name in the module tree (its first name if it is tied)."""
+
+    name: str
+    parameter: Parameter
 
 
 @dataclass

@@ -4,6 +4,8 @@ While a bucket is updated asynchronously and its parameters are views of the sha
 ``__torch_function__`` waits before every operation except on metadata. So user code never sees old or partly written
 values, and code that reads no values does not wait. A tensor that shares memory with a parameter and was made before
 the step is not intercepted.
+
+The functions at the end give parameters the class that says what they are: freed, pending or ordinary ones.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, SupportsIndex
 
 from torch.nn import Parameter
 
-from lightning_zero.sharding.freed import MarkedParameter, is_metadata, mark, unmark
+from lightning_zero.sharding.freed import FreedParameter, MarkedParameter, is_metadata, mark, unmark
 from lightning_zero.torch_private import no_subclass_functions, tree_leaves
 
 
@@ -50,19 +52,24 @@ class PendingParameter(MarkedParameter):
         return self.__reduce_ex__(protocol)
 
 
-def mark_pending(parameter: Parameter, await_update: Callable[[], None]) -> None:
-    """Make every use of ``parameter``, except of its metadata, call ``await_update`` first.
+def mark_freed(parameter: Parameter, name: str) -> None:
+    """Make every use of ``parameter``, except of its metadata, an error that gives ``name``."""
+    mark_ordinary(parameter)
+    parameter._zero_name = name  # type: ignore[attr-defined]
+    mark(parameter, FreedParameter)
 
-    ``await_update`` must call :func:`end_pending`.
+
+def mark_pending(parameter: Parameter, await_values: Callable[[], None]) -> None:
+    """Make every use of ``parameter``, except of its metadata, call ``await_values`` first.
+
+    ``await_values`` must make the parameter an ordinary one, by :func:`mark_ordinary`, or raise.
     """
-    if isinstance(parameter, PendingParameter) or not isinstance(parameter, MarkedParameter):
-        parameter._zero_await = await_update  # type: ignore[attr-defined]
-    if not isinstance(parameter, MarkedParameter):
-        mark(parameter, PendingParameter)
+    parameter._zero_await = await_values  # type: ignore[attr-defined]
+    mark(parameter, PendingParameter)
 
 
-def end_pending(parameter: Parameter) -> None:
-    """Undo :func:`mark_pending`."""
+def mark_ordinary(parameter: Parameter) -> None:
+    """Undo :func:`mark_freed` and :func:`mark_pending`."""
     if isinstance(parameter, PendingParameter):
-        unmark(parameter)
         del parameter._zero_await
+    unmark(parameter)

@@ -136,7 +136,7 @@ class BucketPlacement(NamedTuple):
             if memories == ("device", "host"):
                 return self.executor.commit(target, source, what, after)
             for ticket in after:
-                ticket.synchronize()
+                (ticket.wait if memories[1] == "device" else ticket.synchronize)()
             target.copy_(source)  # both are in one memory: the current thread or stream copies
         return DONE
 
@@ -169,6 +169,8 @@ class BucketPlacement(NamedTuple):
             lane: lane in which a sum in host memory is computed.
         """
         if memory == "device":
+            for ticket in after:
+                ticket.wait()
             target.add_(source)
             return DONE
         with self._copying(("device", memory)):

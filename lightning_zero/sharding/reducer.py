@@ -13,7 +13,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.policies import ShardingPolicy
+from lightning_zero.torch_private import inside_backward
 
 
 class Reducible(Protocol):
@@ -63,7 +65,7 @@ class Reducer(Generic[R]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around the backward of every micro-batch but the last of a step."""
+        """Surrounds the backward of every micro-batch but the last of a step."""
         previous, self.last_micro_batch = self.last_micro_batch, False
         try:
             yield
@@ -71,7 +73,7 @@ class Reducer(Generic[R]):
             self.last_micro_batch = previous
 
     def begin(self, eager: bool) -> None:
-        """Before a backward; see :meth:`Engine.begin_backward`."""
+        """Prepare for a backward, which follows; see :meth:`Engine.begin_backward`."""
         self.in_backward = True
         self._eager = eager and self._reduces_now
         self._ready = {id(gradients): set() for gradients in self._all}
@@ -121,8 +123,21 @@ class Reducer(Generic[R]):
             self._pending.remove(gradients)
         self._open.add(id(gradients))
 
+    def check_ended(self) -> None:
+        """Check that a flush now frees no parameters that the rest of a backward reads.
+
+        Raises:
+            RuntimeError: it would: a hook of autograd runs.
+        """
+        if self._sharding.shard_params and inside_backward():
+            raise RuntimeError(
+                "a step, a gradient norm or full_grad was called inside a backward, by a hook of a parameter or a "
+                "tensor: at stage 3 the parameters that the rest of the backward reads would be freed. Call it after "
+                f"the backward{advice(Case.STEP_IN_BACKWARD, '; ')}"
+            )
+
     def flush(self) -> None:
-        """After the outermost backward: reduce the gradients that are left, or keep them for the last micro-batch."""
+        """Reduce the gradients that are left after the outermost backward, or keep them for the last micro-batch."""
         self.in_backward = self._eager = False
         for gradients in list(self._pending):
             if self._reduces_now:
@@ -136,7 +151,7 @@ class Reducer(Generic[R]):
 
     @staticmethod
     def reduce_left_over(left_over: Iterable[R]) -> None:
-        """Before a step: reduce gradients that have arrived after their bucket was reduced. The same call on all ranks.
+        """Reduce gradients that have arrived after their bucket was reduced, before a step. The same call on all ranks.
 
         Checkpointing with ``use_reentrant=True`` may bring a parameter several gradients one after another, and user
         code may assign gradients.

@@ -8,6 +8,7 @@ allocates and frees memory at the same points as training.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,11 @@ class Reduction(ABC, Generic[T, U]):
         self._sum: T | None = None  # Ψ: micro-batches summed before the reduction
         self._window: T | None = None  # Ψ/S: micro-batches that are not in the sharded gradient yet
 
+    @property
+    def _is_beside(self) -> bool:
+        """Whether gradients are reduced on a stream of their own, beside the backward."""
+        return self._placement.executor.overlaps and self._placement.mesh.world.size > 1
+
     def accumulate(self) -> None:
         """Add 16-bit gradients to a sum in fp32 and leave others in ``grad``.
 
@@ -66,9 +72,19 @@ class Reduction(ABC, Generic[T, U]):
         dtype = placement.reduce_dtype(self._dtype, self._sum is not None)
         if placement.sums_where_kept(dtype):
             self._reduce_to_sharded(self._collect(dtype))
-            return
+        else:
+            collected = [self._collect(dtype)]
+            if self._is_beside and (last or not placement.collects_slices):
+                # Here, since the stream that computes may convert the sharded gradient later, and free it then.
+                kept = dtype if self._window is None else placement.sum_dtype(dtype)
+                self._make_room(kept, more=not last)
+            self._beside(lambda: self._reduce(collected, last))
+
+    def _reduce(self, collected: list[T | U], last: bool) -> None:
+        """Do :meth:`reduce` with gradients that are taken from a list of one."""
+        placement = self._placement
         # No variable refers to what is reduced, so it is freed before its slice is kept.
-        fresh = self._reduce_scatter(self._collect(dtype))
+        fresh = self._reduce_scatter(collected.pop())
         if placement.collects_slices:
             # Micro-batches are summed in fp32, as in the sharded gradient.
             if self._window is not None:
@@ -89,6 +105,14 @@ class Reduction(ABC, Generic[T, U]):
         self._add_unsharded(self._sum)
         buffer, self._sum = self._sum, None  # without this reference the sum is freed after its conversion
         return self._convert(buffer, dtype)
+
+    @abstractmethod
+    def _beside(self, job: Callable[[], None]) -> None:
+        """Do the work of ``job`` beside the backward if :attr:`_is_beside`, else at once."""
+
+    @abstractmethod
+    def _make_room(self, dtype: torch.dtype, more: bool) -> None:
+        """Make the sharded gradient to which :meth:`_keep` will add a slice of ``dtype``."""
 
     @abstractmethod
     def _zeros(self, dtype: torch.dtype) -> T:
@@ -116,7 +140,7 @@ class Reduction(ABC, Generic[T, U]):
 
     @abstractmethod
     def _reduce_to_sharded(self, gradients: T | U) -> None:
-        """Like :meth:`_reduce_scatter`, but add the slice to the sharded gradient in the same pass. Collective."""
+        """Do :meth:`_reduce_scatter`, and add the slice to the sharded gradient in the same pass. Collective."""
 
     @abstractmethod
     def _sum_replicas(self, shard: T) -> None:

@@ -52,6 +52,21 @@ def notes_squares(placement: BucketPlacement, dtype: torch.dtype, again: bool, m
     return known and (again or ops.runs_on(placement.device))
 
 
+def squares_known(placement: BucketPlacement, again: bool, more: bool) -> bool:
+    """Whether the squares of a gradient are summed on the device when its values arrive there.
+
+    On all buckets of an engine, offloaded or resident, so that the norm does not depend on which are offloaded.
+
+    Args:
+        placement: placement of the bucket.
+        again: whether the values are added to others that have arrived before.
+        more: whether further values will be added to them.
+    """
+    if device_type(placement.device).shares_host_memory:
+        return False
+    return not again if placement.optimizer_store.as_on_host else not more
+
+
 class _Summing:
     """Sums the squares of ranges of a shard while its values pass through host memory tile by tile.
 
@@ -121,6 +136,8 @@ class ShardedGradient:
         squares: sums of squares of the values, one for each segment: 1-D float64 on the device, not finite if a value
             is not. ``None``: they are not known without reading the values. They are computed before values are copied
             to host memory, so that the norm is known before the copy has ended, and then for all buckets of an engine.
+            Who reads them must :meth:`await_reduction`.
+        reduced: the last reduction that goes on beside the training, which calls :meth:`add`.
 
     When CPU ranks write values to a disk, the values need not be read again for the norm: see :meth:`squares_of`.
 
@@ -143,6 +160,7 @@ class ShardedGradient:
         self._values: Rested | None = None  # 1-D
         self._empty = True
         self.squares: Tensor | None = None
+        self.reduced = DONE
         self._noted: dict[Range, float] = {}  # sums of squares by range of the shard
         self._summing: _Summing | None = None  # computes the sums of squares of values that are being written
         self._asked: dict[Range, None] = {}  # ranges passed to `squares_of` since `_ranges` was called last
@@ -150,6 +168,14 @@ class ShardedGradient:
         self._gap = gap
         self._arriving = DONE  # the last work that writes the values in memory, if nobody has waited for it
         self._lent_to = DONE  # the last work that reads the values, if nobody has waited for it
+
+    def make_room(self, dtype: torch.dtype, more: bool) -> None:
+        """Make the tensor to which :meth:`add` will add values of ``dtype``, in memory of the current stream."""
+        self._ensure(self._dtype_for(dtype, more))
+
+    def _dtype_for(self, values: torch.dtype, more: bool) -> torch.dtype:
+        summed = not self._empty or (more and self._placement.rests_gradients)
+        return sharded_gradient_dtype(self._fixed_dtype, values, summed)
 
     def add(self, values: Tensor, more: bool = False) -> None:
         """Begin to add ``values`` to the sharded gradient.
@@ -159,19 +185,11 @@ class ShardedGradient:
             more: whether further values will be added before an update.
         """
         placement, again = self._placement, not self._empty
-        summed = again or (more and placement.rests_gradients)
-        held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, summed))
+        held = self._ensure(self._dtype_for(values.dtype, more))
         self._forget_squares()
-        # For all buckets of an engine, offloaded or resident: so the norm does not depend on which are offloaded.
-        if (
-            not again
-            and self._store.as_on_host
-            and not device_type(placement.device).shares_host_memory
-            and self._segments
-        ):
-            kept = values if self._fixed_dtype is None else values.to(self._fixed_dtype)  # the values that are kept
-            parts = [kept[segment.start : segment.stop] for segment in self._segments]
-            self.squares = torch.stack(norms_of_each(parts)).square_()
+        known = squares_known(placement, again, more)
+        if known and self._store.as_on_host:
+            self._square(values if self._fixed_dtype is None else values.to(self._fixed_dtype))  # the values to be kept
         if held.tile is not None:
             self._arrive()  # an update in another thread may be reading tiles
         if notes_squares(placement, held.dtype, again, more):
@@ -189,6 +207,12 @@ class ShardedGradient:
         self._arriving = work if held.tile is None else DONE  # reading a tile waits for the writes of that tile
         self._lent_to = DONE  # `work` runs after it
         self._empty = False
+        if known and not self._store.as_on_host:
+            self._square(held.view(0, self._numel))
+
+    def _square(self, values: Tensor) -> None:
+        parts = [values[segment.start : segment.stop] for segment in self._segments]
+        self.squares = torch.stack(norms_of_each(parts)).square_() if parts else None
 
     def add_by(self, dtype: torch.dtype, function: Callable[[Tensor, bool], object]) -> None:
         """Add values that ``function`` computes, without a tensor of their own; see ``sums_where_kept``.
@@ -214,8 +238,14 @@ class ShardedGradient:
         lane = Lane.WRITE if self._placement.rests_gradients else Lane.HOST
         return self._placement.accumulate(target, values, self._store.memory, self._name, after, lane)
 
+    def await_reduction(self) -> None:
+        """Let the current stream wait for the reductions of the values that go on beside it."""
+        self.reduced.wait()
+
     def _arrive(self) -> None:
-        """Wait for all work that writes or reads the values, before the host reads or changes them."""
+        """Wait for all work that writes or reads the values, before they are read or changed where they rest."""
+        if self._store.memory == "device":
+            self.await_reduction()
         for work in (self._arriving, self._lent_to):
             if work is not DONE:
                 self._placement.await_host(work)
@@ -223,6 +253,8 @@ class ShardedGradient:
 
     def lend(self) -> LentGradient:
         """The values for an update, which may read them until the work passed to :meth:`lent_to` has ended."""
+        if self._store.memory == "device":
+            self.await_reduction()
         return LentGradient(self._filled(), self._arriving)
 
     def lent_to(self, work: Ticket) -> None:
@@ -235,7 +267,7 @@ class ShardedGradient:
         return self._filled().read(start, stop)
 
     def read_pieces(self, start: int, stop: int, numel: int) -> Iterator[Tensor]:
-        """Like :meth:`read`, but yields pieces of ``numel`` elements; the last one may be shorter.
+        """Yields what :meth:`read` returns in pieces of ``numel`` elements; the last one may be shorter.
 
         A piece is valid until the next one is requested.
         """

@@ -10,6 +10,11 @@ A new parameter is unsharded. It is sharded when the construction of the next mo
 parameter (``nn.init.normal_``, indexing, ``.data``) gathers it first, and it stays unsharded until another one is used.
 So constructors run unchanged, in the same order and with the same random numbers as without sharding.
 
+Construction on the meta device, with an initialization module by module later, cannot give these values: they are what
+the constructors draw, in their order, and constructors may compute with them (scale, copy, orthogonalize). torch has a
+hook for the registration of a parameter, but none for its creation, for its copies and for the beginning of a module's
+construction. Therefore ``Parameter.__new__``, ``Parameter.__deepcopy__`` and ``nn.Module.__init__`` are replaced.
+
 All of this is collective: every rank must run the same code. Rank 0's values are used on all ranks.
 """
 
@@ -340,7 +345,7 @@ class ShardedInit:
             self._shard(kept)  # dropped parameters may have shared memory with these
 
     def _everywhere(self, flags: list[list[bool]]) -> list[list[bool]]:
-        """For each flag whether it is set on all ranks. Collective.
+        """Returns for each flag whether it is set on all ranks. Collective.
 
         The ranks' own flags may differ, since a reference to a parameter may lie in garbage that only some ranks have
         collected.

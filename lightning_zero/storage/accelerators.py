@@ -146,7 +146,7 @@ class Cpu:
         raise NotImplementedError("the host's own processors copy nothing asynchronously")
 
     def synchronize(self, device: torch.device) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def send(self, values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
@@ -273,10 +273,10 @@ class Imagined(Accelerator):
     can_pin = True
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Nothing copies to or from there."""
+        """Does nothing: no copy goes to or from there."""
 
     def unpin(self, address: int) -> None:
-        """Nothing was pinned."""
+        """Does nothing: no memory was pinned."""
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -65,10 +65,10 @@ class DiskFile:
             self._file = os.open(path, flags, 0o600)
         except OSError as error:
             raise _error(error.errno or errno.EIO, path, f"{path} cannot be made") from error
-        self.refusal = ""
-        self.direct = direct and _O_DIRECT != 0 and self._reopen(flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
         # It is closed when nothing refers to it, but not at the exit of the process: a lane may still be writing then.
         weakref.finalize(self, os.close, self._file).atexit = False
+        self.refusal = ""
+        self.direct = direct and _O_DIRECT != 0 and self._reopen(flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
 
     def _reopen(self, flags: int) -> bool:
         """Open the file with ``O_DIRECT``; ``False`` where the file system refuses it, at once or at a transfer."""
@@ -77,15 +77,16 @@ class DiskFile:
         except OSError as error:
             self.refusal = f"opening a file: {os.strerror(error.errno or errno.EIO)}"
             return False
-        block = HostStore().zeros(ALIGNMENT, torch.uint8)
-        failure = self.pool.write(file, block, 0, ALIGNMENT) or self.pool.read(file, block, 0, ALIGNMENT)
-        if failure is not None:
-            self.refusal = f"a transfer: {os.strerror(failure.code)}"
+        try:
+            block = HostStore().zeros(ALIGNMENT, torch.uint8)
+            failure = self.pool.write(file, block, 0, ALIGNMENT) or self.pool.read(file, block, 0, ALIGNMENT)
+            if failure is not None:
+                self.refusal = f"a transfer: {os.strerror(failure.code)}"
+                return False
+            os.dup2(file, self._file, inheritable=False)
+            return True
+        finally:
             os.close(file)
-            return False
-        os.close(self._file)
-        self._file = file
-        return True
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Reserve disk space for the first ``nbytes`` of the file.
@@ -190,7 +191,7 @@ class DiskFile:
     @property
     def _room(self) -> int:
         """Free bytes of its file system."""
-        found = os.statvfs(self.path.parent)
+        found = os.fstatvfs(self._file)  # not by name: the folder may be gone
         return found.f_bavail * found.f_frsize
 
     @property

@@ -41,7 +41,9 @@ class Lane(Enum):
     READ = auto()  # reads of files
     CHECK = auto()  # checks of what was read, so that the next read need not wait for them
     WRITE = auto()  # writes of files, and sums of what is written
-    COMM = auto()  # collectives that wait for other lanes, beside the training
+    COMM = auto()  # collectives that wait for jobs of other lanes; a thread issues them
+    GATHER = auto()  # collectives that wait for copies only, beside the training, on a stream of their own
+    REDUCE = auto()  # reductions of gradients beside the training, on a stream of their own
     SIDE = auto()  # computations on the device beside the training, on a stream of their own
 
 
@@ -95,8 +97,8 @@ class Executor(Protocol):
 
     Attributes:
         overlaps: whether work may go on beside the training.
-        in_flight_bytes: device memory that copies to the host may keep alive after everyone else has let go of it. The
-            last copy keeps its own in any case.
+        in_flight_bytes: device memory that copies to the host may keep alive after everyone else has let go of it, and
+            as much that other lanes :meth:`keep`. The last copy, and the last job, keep their own in any case.
         staging_bytes: host memory that it may keep as buffers, per direction; 0: it keeps none.
         staged_bytes: host memory that it keeps now.
     """
@@ -150,7 +152,7 @@ class Executor(Protocol):
         """Run ``job`` in a lane.
 
         A job may fetch and commit, and wait for that, but may not submit to its own lane. Its ticket stands for what it
-        submits, too.
+        submits, too, unless the lane is a stream of the device: then it stands for the work of this stream.
 
         Args:
             job: is called; what it returns is ignored.
@@ -159,6 +161,14 @@ class Executor(Protocol):
             after: work that must have ended before. If some of it has failed, the job fails in the same way and does
                 not run.
         """
+        ...
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor that a job on a stream of the device uses alive until this job's work has ended."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the tensors of work that has ended."""
         ...
 
 
@@ -220,6 +230,12 @@ class InlineExecutor:
         with noting_work(lane, what):
             job()
         return DONE
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do nothing: the job's work ends before anyone else runs."""
+
+    def release(self) -> None:
+        """Do nothing: nothing is kept."""
 
 
 @contextmanager

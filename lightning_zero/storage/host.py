@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero import limits, ops
+from lightning_zero.advice import Case, advice
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.rested import Memory, Resident
 
@@ -176,8 +177,8 @@ def _refusal(nbytes: int, device: torch.device, error: RuntimeError) -> str:
     return (
         f"{nbytes:,} bytes of host memory could not be pinned for {device}, beside {pinned_bytes():,} that are: "
         f"{error}. Expected: a limit of locked memory that allows both (ulimit -l, which is {allowed} here, or that of "
-        "a container or driver). Raise it (ulimit -l unlimited, in a container --ulimit memlock=-1), or pin less: a "
-        "smaller staging_buffer_mb or offload_fraction, a larger shard_size, parameters on the device"
+        "a container or driver). Raise it (ulimit -l unlimited, in a container --ulimit memlock=-1)"
+        f"{advice(Case.NOT_PINNED, ', ')}"
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
 from lightning_zero.storage.disk_speed import Way, choose_way, usual_way
@@ -259,7 +260,7 @@ class DiskStore:
         for number, tile in enumerate(tensor.tiles_in(first, memory), first):
             expected = tensor.sums.get(number)
             if expected is None:
-                tile.zero_()
+                ops.zero_(tile)  # memory that was taken in inference mode refuses `zero_` in this thread
             elif self._checksums and crc32(tile.numpy().data) != expected:
                 path, offset = self.opened.path, tensor.offset_of(number)
                 raise DiskError(

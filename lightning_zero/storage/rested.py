@@ -69,7 +69,7 @@ class Rested(Protocol):
         ...
 
     def open(self, start: int, stop: int, blank: bool = False) -> tuple[Tensor, Ticket]:
-        """As :meth:`view`, but does not wait for the fetch.
+        """Does the work of :meth:`view` without waiting for the fetch.
 
         Args:
             start: first element.

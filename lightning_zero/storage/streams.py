@@ -7,8 +7,9 @@ parameters when it writes them into pinned memory. Where memory cannot be pinned
 :attr:`StreamExecutor.blocked` counts them.
 
 Jobs on host memory run in a thread, which waits for the device's events where they read. Collectives that follow such a
-job are issued by another thread, on a stream of its own, when the job has ended. What a job computes on the device in
-the lane SIDE runs on one more stream. That stream waits for the job's copies, and not for the training.
+job are issued by another thread, on a stream of its own, when the job has ended. Reductions of gradients, and gathers
+that come after copies only, have streams, too. What a job computes on the device in the lane SIDE runs on one more
+stream. That stream waits for the job's copies, and not for the training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,11 +31,11 @@ from lightning_zero import ops
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Staged, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
-from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor, in_lane, noting_wait
+from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor, in_lane, noting_wait, on_stream
 
-DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host
+DEFAULT_BYTES = 64 << 20  # for gradients that are reduced, and those on their way to the host
 STAGING_BYTES = 256 << 20  # tiles whose fixed cost is small fit in it; see `staged_tile`
-_STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
+_STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.GATHER, Lane.REDUCE, Lane.SIDE})
 _THREADS = FILE_LANES | {Lane.HOST: 1, Lane.COMM: 1}  # number of threads
 
 
@@ -117,11 +118,13 @@ class _Running(threading.local):
         prepared: whether the thread is prepared for the jobs of its lane.
         job: the job of a thread of a lane.
         made: marks of what a job in the lane COMPUTE, which has no thread, has submitted so far.
+        kept: tensors that a job on the stream of a lane keeps; ``None`` outside of such jobs.
     """
 
     prepared = False
     job: _Job | None = None
     made: list[_Mark] | None = None
+    kept: list[Tensor] | None = None
 
 
 _RUNNING = _Running()
@@ -163,12 +166,14 @@ class _Work:
 
 @dataclass
 class _Copy:
-    """A copy that may be under way; it keeps its tensors alive."""
+    """A copy, or a job on a stream, that may be under way; it keeps its tensors alive."""
 
+    what: str
     mark: _Mark
     on_host: list[Tensor]
     on_device: list[Tensor]
-    leaving: int = field(default=0)  # bytes on the device that only this copy needs
+    leaving: int = 0  # bytes on the device that only this work needs
+    owner: torch.Stream | None = None  # that has allocated them, where it is the stream of a lane
 
 
 class StreamExecutor:
@@ -213,11 +218,13 @@ class StreamExecutor:
         if source.dtype != target.dtype:
             for ticket in after:  # the host converts
                 ticket.synchronize()
-            staged = self._leaving.take(target)
-            staged.tensor.copy_(source)
-            ticket = self._copy(Lane.H2D, target, staged.tensor, what, ())
-            self._leaving.give(staged, ticket)
-            return ticket
+            staged, copied = self._leaving.take(target), DONE
+            try:
+                staged.tensor.copy_(source)
+                copied = self._copy(Lane.H2D, target, staged.tensor, what, ())
+            finally:
+                self._leaving.give(staged, copied)
+            return copied
         return self._copy(Lane.H2D, target, source, what, after)
 
     def commit(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
@@ -231,19 +238,23 @@ class StreamExecutor:
         after: Sequence[Ticket] = (),
         lane: Lane = Lane.HOST,
     ) -> Ticket:
-        staged = self._arriving.take(source)
-        arrived = self.commit(staged.tensor, source, what)
-        used = self._in_thread(lane, partial(use, staged.tensor), what, (*after, arrived))
-        self._arriving.give(staged, used)
+        staged, used = self._arriving.take(source), DONE
+        try:
+            used = arrived = self.commit(staged.tensor, source, what)
+            used = self._in_thread(lane, partial(use, staged.tensor), what, (*after, arrived))
+        finally:
+            self._arriving.give(staged, used)
         return used
 
     @contextlib.contextmanager
     def filling(self, target: Tensor, what: str) -> Iterator[Tensor]:
-        staged = self._leaving.take(target)
-        yield staged.tensor
-        ticket = self._copy(Lane.H2D, target, staged.tensor, what, ())
-        ticket.wait()
-        self._leaving.give(staged, ticket)
+        staged, copied = self._leaving.take(target), DONE
+        try:
+            yield staged.tensor
+            copied = self._copy(Lane.H2D, target, staged.tensor, what, ())
+            copied.wait()
+        finally:
+            self._leaving.give(staged, copied)
 
     def take(self, numel: int, dtype: torch.dtype) -> Staged:
         return self._leaving.take(torch.empty(numel, dtype=dtype, device="meta"))
@@ -274,20 +285,32 @@ class StreamExecutor:
         on_device: Sequence[Tensor] = (),
     ) -> _Work:
         before = self._begin(after)
-        with self._submitting[lane]:  # a lock per stream: while many kernels go to one, others are free
-            stream = self._stream(lane)
-            with stream:
-                for mark in before:
-                    if mark.stream is not stream:  # it does its work in order
-                        stream.wait_event(mark.event)
-                with noting_work(lane, what):
-                    job()
-                ended = _record(stream)
-            leaving = sum(tensor.nbytes for tensor in on_device) if lane is Lane.D2H else 0
-            self._copies[lane].append(_Copy(ended, list(on_host), list(on_device), leaving))
-            self.release()
-            if leaving and not in_lane():
-                self._bound(self._copies[lane])
+        outer, _RUNNING.kept = _RUNNING.kept, []
+        try:
+            with self._submitting[lane]:  # a lock per stream: while many kernels go to one, others are free
+                stream = self._stream(lane)
+                try:
+                    with on_stream(stream):
+                        for mark in before:
+                            if mark.stream is not stream:  # it does its work in order
+                                stream.wait_event(mark.event)
+                        with noting_work(lane, what):
+                            job()
+                        ended = _record(stream)
+                except BaseException:  # nobody keeps the tensors that it has begun to read
+                    self.follow([_record(stream)])
+                    raise
+                leaving = [*(on_device if lane is Lane.D2H else ()), *_RUNNING.kept]
+                needed = sum(tensor.nbytes for tensor in leaving)
+                owner = None if outer is None else torch.accelerator.current_stream(self.device)
+                kept = [*on_device, *_RUNNING.kept]
+                self._copies[lane].append(_Copy(what, ended, list(on_host), kept, needed, owner))
+                self.release()
+        finally:
+            _RUNNING.kept = outer
+        if needed and outer is None and not in_lane():  # else another stream than the current one uses the memory next
+            self._bound(Lane.D2H)
+            self._bound(Lane.REDUCE)
         if (running := _RUNNING.job) is not None:
             running.submitted([ended])
         elif _RUNNING.made is not None:
@@ -324,25 +347,32 @@ class StreamExecutor:
         """See :class:`~lightning_zero.storage.executor.Executor`."""
         return self._leaving.nbytes + self._arriving.nbytes
 
+    def keep(self, tensor: Tensor) -> None:
+        if _RUNNING.kept is not None:
+            _RUNNING.kept.append(tensor)
+
     def release(self) -> None:
-        """Let go of the tensors of copies that have ended."""
         with self._lock:
             for copies in self._copies.values():
                 while copies and copies[0].mark.event.query():
                     copies.popleft()
 
-    def _bound(self, copies: deque[_Copy]) -> None:
-        """Let go of device memory beyond the limit, after the current stream was made to wait for its copies.
+    def _bound(self, lane: Lane) -> None:
+        """Let go of device memory beyond the limit, after the current stream was made to wait for work that uses it.
 
-        It never waits for the last copy, which has only begun: what is computed next shall overlap with that.
+        It never waits for the last work, which has only begun: what is computed next shall overlap with that.
         """
         with self._lock:
+            copies = list(self._copies[lane])  # at once: other threads add to it
             leaving = sum(copy.leaving for copy in copies)
-            for copy in list(copies)[:-1]:
+            for copy in copies[:-1]:
                 if leaving <= self.in_flight_bytes:
                     return
                 if copy.leaving:
-                    self.follow([copy.mark])
+                    with noting_wait(lane, copy.what):
+                        self.follow([copy.mark])
+                    if copy.owner is not None:
+                        copy.owner.wait_event(copy.mark.event)
                     leaving -= copy.leaving
                     copy.on_device, copy.leaving = [], 0
 
@@ -371,10 +401,9 @@ class StreamExecutor:
         return self._made(lane, what, marks) if marks else DONE
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
-        future: Future[list[_Mark]] = Future()
         running = _Job(self._now(), self._stream(lane) if lane is Lane.COMM else None)
-        self._threads_of(lane).put(partial(_run, self.device, job, lane, what, tuple(after), running, future))
-        return _Work(self, lane, what, future)
+        run = partial(_run, self.device, job, lane, what, tuple(after), running)
+        return _Work(self, lane, what, self._threads_of(lane).submit(run))
 
     def _threads_of(self, lane: Lane) -> LaneThreads:
         with self._lock:
@@ -383,20 +412,23 @@ class StreamExecutor:
             return self._threads[lane]
 
 
-def make_executor(device: torch.device, overlap: bool, staging_bytes: int = STAGING_BYTES) -> Executor:
+def make_executor(
+    device: torch.device, overlap: bool, in_flight_bytes: int = DEFAULT_BYTES, staging_bytes: int = STAGING_BYTES
+) -> Executor:
     """Make the executor for a training on ``device``.
 
     Args:
         device: the device. A CPU has no memory of its own and no streams, and so needs no copies.
         overlap: whether work may run beside the training.
-        staging_bytes: see :class:`StreamExecutor`.
+        in_flight_bytes: see :class:`StreamExecutor`.
+        staging_bytes: see there.
     """
     if not overlap:
         return InlineExecutor()
     return (
         ThreadExecutor()
         if device_type(device).shares_host_memory
-        else StreamExecutor(device, staging_bytes=staging_bytes)
+        else StreamExecutor(device, in_flight_bytes, staging_bytes)
     )
 
 
@@ -418,8 +450,8 @@ def _run(
     what: str,
     after: Sequence[Ticket],
     running: _Job,
-    ended: Future[list[_Mark]],
-) -> None:
+) -> list[_Mark]:
+    """Run a job in the current thread, that of a lane; returns the marks that stand for it."""
     _RUNNING.job = running
     try:
         _prepare(device, lane)
@@ -428,8 +460,6 @@ def _run(
                 (ticket.synchronize if running.stream is None else ticket.wait)()
             with noting_work(lane, what):
                 job()
-        ended.set_result(running.made)
-    except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
-        ended.set_exception(error)
+        return running.made
     finally:
         _RUNNING.job = None

@@ -8,10 +8,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from lightning_zero.storage.work_log import WORK_LOG
 # Number of threads. With one for reads and one for writes, a disk stands still between two transfers.
 FILE_LANES = {Lane.READ: 2, Lane.CHECK: 1, Lane.WRITE: 2}
 _EXIT_SECONDS = 5.0  # how long the exit of the process waits for jobs of lanes, one of which may hang
+
+T = TypeVar("T")
 
 
 class _LaneThread(threading.Thread):
@@ -49,25 +52,21 @@ class LaneThreads:
         # Daemons, so that a job that hangs holds up neither teardown nor the end of the process.
         self._threads = [_LaneThread(target=self._work, name=f"lane {lane.name}", daemon=True) for _ in range(count)]
         _started.add(self)
+        weakref.finalize(owner, self._jobs.put, None)  # first: the system may not have all of the threads
         for thread in self._threads:
             thread.start()
-        weakref.finalize(owner, self._jobs.put, None)
 
     @property
     def busy(self) -> bool:
         """Whether jobs have not ended."""
         return bool(self._left) and any(thread.is_alive() for thread in self._threads)  # none is in a forked process
 
-    def submit(self, job: Callable[[], object]) -> Future[None]:
-        """Let a thread run ``job``; returns a future, whose result raises what the job raises."""
-        ended: Future[None] = Future()
-        self.put(partial(_run, job, ended))
-        return ended
-
-    def put(self, job: Callable[[], None]) -> None:
-        """Let a thread run ``job``, which must not raise."""
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Let a thread run ``job``; returns a future with its result, or the error that it raises."""
+        ended: Future[T] = Future()
         self._left.append(None)
-        self._jobs.put(job)
+        self._jobs.put(partial(_run, job, ended))
+        return ended
 
     def _work(self) -> None:
         with torch.no_grad():
@@ -90,15 +89,40 @@ def drain_lanes() -> None:
     _started.clear()  # whoever calls this again does not wait for the same jobs again
 
 
+class _Streams(threading.local):
+    """Whether the current stream of this thread is that of a lane."""
+
+    of_lane = False
+
+
+_STREAMS = _Streams()
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Makes the stream of a lane the current one."""
+    before, _STREAMS.of_lane = _STREAMS.of_lane, True
+    try:
+        with stream:
+            yield
+    finally:
+        _STREAMS.of_lane = before
+
+
+def on_lane_stream() -> bool:
+    """Whether the current stream is that of a lane, and not the one that trains."""
+    return _STREAMS.of_lane
+
+
 def noting_wait(lane: Lane, what: str) -> AbstractContextManager[None]:
-    """A context in which the current thread waits for work of a lane. If the thread trains, the wait is noted."""
-    return nullcontext() if in_lane() else WORK_LOG.wait(lane.name, what)
+    """A context in which the thread or the stream waits for work of a lane. A wait of the training is noted."""
+    return nullcontext() if in_lane() or on_lane_stream() else WORK_LOG.wait(lane.name, what)
 
 
 class _Work:
     """The ticket of a job that a thread runs."""
 
-    def __init__(self, lane: Lane, what: str, ended: Future[None]) -> None:
+    def __init__(self, lane: Lane, what: str, ended: Future[Ticket]) -> None:
         self._lane = lane
         self._what = what
         self._ended = ended
@@ -137,9 +161,8 @@ class ThreadExecutor(InlineExecutor):
             return self._threads[lane]
 
 
-def _run(job: Callable[[], object], ended: Future[None]) -> None:
+def _run(job: Callable[[], T], ended: Future[T]) -> None:
     try:
-        job()
-        ended.set_result(None)
+        ended.set_result(job())
     except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
         ended.set_exception(error)

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lightning_zero.storage.accelerators import Clock, device_type
-from lightning_zero.storage.threads import in_lane
+from lightning_zero.storage.threads import in_lane, on_lane_stream
 from lightning_zero.storage.work_log import WORK_LOG
 
 P = ParamSpec("P")
@@ -60,8 +60,8 @@ class Timers:
         self._marks, self._ended = [], deque()
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context for code whose time belongs to ``phase``. In the thread of a lane it does nothing."""
-        return self._timed(phase) if self._watched and not in_lane() else _UNTIMED
+        """A context for code whose time belongs to ``phase``. In a lane's thread or on its stream it does nothing."""
+        return self._timed(phase) if self._watched and not (in_lane() or on_lane_stream()) else _UNTIMED
 
     @property
     def _watched(self) -> bool:

@@ -208,9 +208,9 @@ class _Conversion:
         if isinstance(value, Tensor):
             return _copied(value)
         if isinstance(value, Mapping):
-            inner = {key: (f"{place}.{key}" if place else str(key)) for key in value}
-            found = {self._plain(key, at): self._plain(value[key], at) for key, at in inner.items()}
-            return {key: each for key, each in found.items() if inner[key] not in self.left_out}
+            inner = [(f"{place}.{key}" if place else str(key), key, each) for key, each in value.items()]
+            found = [(at, self._plain(key, at), self._plain(each, at)) for at, key, each in inner]
+            return {key: each for at, key, each in found if at not in self.left_out}
         if isinstance(value, list | tuple | set | frozenset):
             kept = [self._plain(each, f"{place}[{number}]") for number, each in enumerate(value)]
             return kept if isinstance(value, list) else set(kept) if isinstance(value, set | frozenset) else tuple(kept)

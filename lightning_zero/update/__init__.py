@@ -8,6 +8,7 @@ from lightning_zero.update.compact import Blocks, compacted, decoded, holds_comp
 from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.gradient_scale import SharedScaler
 from lightning_zero.update.in_backward import TornStepError, why_not_in_backward
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.update.muon import Muon
@@ -15,8 +16,7 @@ from lightning_zero.update.native_updater import NativeUpdater
 from lightning_zero.update.outcomes import SkippedStepsError, StepOutcome, StepOutcomes
 from lightning_zero.update.rules import Traits, examine
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ShardState, WholeState
-from lightning_zero.update.updaters import ShardUpdater, TorchUpdater
-from lightning_zero.update.view import Updater
+from lightning_zero.update.updaters import TorchUpdater, Updater
 from lightning_zero.update.whole import WholeUpdater
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "OwnedTensor",
     "ScaleLayout",
     "ShardState",
-    "ShardUpdater",
+    "SharedScaler",
     "SkippedStepsError",
     "StaticLossScaler",
     "StepOutcome",

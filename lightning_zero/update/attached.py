@@ -26,7 +26,7 @@ from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.loading import keeping_digits
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.step_updates import StepUpdates
-from lightning_zero.update.view import Updater
+from lightning_zero.update.updaters import Updater
 
 
 @dataclass
@@ -67,20 +67,22 @@ class AttachedOptimizers:
             target: receives the calls of the optimizers' methods.
 
         Raises:
-            ValueError: an optimizer holds a parameter that is not the module's. Then nothing has changed.
+            ValueError: an optimizer holds a parameter that is not the module's, or its updater cannot update a bucket.
+                Then those attached before still are.
         """
         for updater in updaters:
             self._check_held(updater.optimizer)
         for optimizer in self:
             self._adopt_edits(optimizer)  # between two fits
-        before = self._attached
-        self.detach()
-        for updater in updaters:
-            key = id(updater.optimizer)
-            self._attached[key] = _Attached(before[key].updater if key in before else updater)
-        self.admit()
-        for attached in self._attached.values():
+        known = {id(updater.optimizer): updater for updater in (*updaters, *self.updaters)}
+        made = {id(updater.optimizer): _Attached(known[id(updater.optimizer)]) for updater in updaters}
+        for attached in made.values():
+            self._admit(attached)
+        for attached in made.values():
             self._prepare(attached)
+        self.detach()
+        self._attached = made
+        for attached in made.values():
             self._take_state(attached.updater)
             self._handles += attach_optimizer(attached.updater.optimizer, target)
 
@@ -99,14 +101,16 @@ class AttachedOptimizers:
             ValueError: a parameter that was added is not the module's.
         """
         for attached in self._attached.values():
-            optimizer = attached.updater.optimizer
-            parameters = parameters_of(optimizer)
-            if attached.admitted == (ids := list(map(id, parameters))):
-                continue
-            self._check_held(optimizer)
-            for bucket in self._map.holders(parameters):
-                begin_to_optimize(bucket)
-            attached.admitted, attached.buckets, attached.prepared = ids, self._map.holders(parameters), False
+            self._admit(attached)
+
+    def _admit(self, attached: _Attached) -> None:
+        parameters = parameters_of(attached.updater.optimizer)
+        if attached.admitted == (ids := list(map(id, parameters))):
+            return
+        self._check_held(attached.updater.optimizer)
+        for bucket in self._map.holders(parameters):
+            begin_to_optimize(bucket)
+        attached.admitted, attached.buckets, attached.prepared = ids, self._map.holders(parameters), False
 
     def _check_held(self, optimizer: Optimizer) -> None:
         for parameter in parameters_of(optimizer):
@@ -255,6 +259,8 @@ class Expecting(Protocol):
 class Target(Protocol):
     """Receives the calls of those methods of optimizers and modules that were replaced."""
 
+    ends_steps: bool
+
     @property
     def in_backward(self) -> Expecting: ...
     def step(self, optimizer: Optimizer, call: StepCall) -> bool: ...
@@ -277,8 +283,13 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         call = StepCall(optimizer, *args, **kwargs)
-        with _alive(engine).in_backward.expecting(optimizer):
-            loss = call.run_closure()
+        target = _alive(engine)
+        ends_steps, target.ends_steps = target.ends_steps, True  # those that the closure makes by itself
+        try:
+            with target.in_backward.expecting(optimizer):
+                loss = call.run_closure()
+        finally:
+            target.ends_steps = ends_steps
         _alive(engine).step(optimizer, call)
         return loss
 

@@ -23,7 +23,7 @@ from lightning_zero.update.native_updater import NativeUpdater, why_not_native
 from lightning_zero.update.newton_schulz import parts_of
 from lightning_zero.update.rules import ELEMENT_WISE, examine
 from lightning_zero.update.two_places import TwoPlacesUpdater
-from lightning_zero.update.updaters import NativeOptimizer, ShardUpdater, TorchUpdater
+from lightning_zero.update.updaters import NativeOptimizer, TorchUpdater, Updater
 from lightning_zero.update.whole import WholeUpdater
 
 
@@ -55,7 +55,7 @@ class HoldsBuckets(Protocol):
     def bucket_of(self, parameter: Tensor) -> Bucket | None: ...
 
 
-def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptimizer = "auto") -> ShardUpdater:
+def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptimizer = "auto") -> Updater:
     """Makes the updater for ``optimizer`` on the engine's shards.
 
     Args:
@@ -82,7 +82,7 @@ def choose_updater(
     placement: BucketPlacement,
     masters: Sequence[Master | MasterForm],
     native: NativeOptimizer = "auto",
-) -> ShardUpdater:
+) -> Updater:
     """Makes an updater as :func:`make_updater` does, for shards with these masters.
 
     The masters need not exist yet: planning gives their forms.
@@ -93,9 +93,7 @@ def choose_updater(
     return _choose(optimizer, placement, why_not_native(masters, placement), native)
 
 
-def _choose(
-    optimizer: Optimizer, placement: BucketPlacement, unfit: str | None, native: NativeOptimizer
-) -> ShardUpdater:
+def _choose(optimizer: Optimizer, placement: BucketPlacement, unfit: str | None, native: NativeOptimizer) -> Updater:
     """Does the work of :func:`choose_updater`. ``unfit``: why no kernel can update the shards, or None if one can."""
     store = placement.optimizer_store
     if isinstance(optimizer, CPUOptimizer):

@@ -183,6 +183,7 @@ class GradientClipping:
         with mesh.world.explaining(what := "sum up norms and flags"):
             # This is the only place in a step at which the host waits for the device.
             sums = mesh.world.all_reduce_(own, what).cpu()
+        self._placement.executor.release()
         sizes = [len(digests), len(squares), len(received), len(left), 1]
         all_digests, totals, users, leavers, (changes,) = (part.tolist() for part in sums.split(sizes))
         mesh.check_digests(all_digests)
@@ -210,6 +211,9 @@ class GradientClipping:
             for parameter in parameters_of(optimizer):
                 owners[id(parameter)] = (*owners.get(id(parameter), ()), number)
         found: list[tuple[int, Tensor | float]] = []
+        with self.timers.phase(Phase.WAIT):
+            for gradients in self._map.gradients:  # also what is not read: then the device needs no more memory for it
+                gradients.sharded.await_reduction()
         # Replicas hold the same slices, so only one of them contributes.
         if self._placement.mesh.replica.rank == 0:
             for gradients in self._map.gradients:

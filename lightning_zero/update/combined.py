@@ -19,7 +19,7 @@ from lightning_zero.update.native import Group, MasterLayout
 from lightning_zero.update.rules import Traits
 from lightning_zero.update.shell import ShellGroup, loss_by, run_step, snapshot
 from lightning_zero.update.state import OptimizerState
-from lightning_zero.update.updaters import ShardUpdater
+from lightning_zero.update.updaters import Updater
 from lightning_zero.update.view import UpdateView
 
 
@@ -61,7 +61,7 @@ def steps_by_rules(optimizer: Optimizer) -> TypeGuard[CombinedOptimizer]:
     return isinstance(optimizer, CombinedOptimizer) and own is inspect.unwrap(CombinedOptimizer.step)
 
 
-class CombinedUpdater(ShardUpdater):
+class CombinedUpdater(Updater):
     """Updates each bucket with the updater that the rule of its parameters has when used alone.
 
     For AdamW this is the updater of a native kernel, where one fits.
@@ -81,49 +81,49 @@ class CombinedUpdater(ShardUpdater):
     def __init__(
         self,
         optimizer: CombinedOptimizer,
-        choose: Callable[[Optimizer], ShardUpdater],
-        make_own: Callable[[], ShardUpdater],
+        choose: Callable[[Optimizer], Updater],
+        make_own: Callable[[], Updater],
     ) -> None:
         super().__init__(optimizer, Traits((), frozenset()))
         self._choose = choose
         self._make_own = make_own
-        self._groups: list[Group] = []  # the optimizer's groups, with the hyperparameters of their rules
-        self._by_rule: dict[type[Optimizer], ShardUpdater] = {}
-        self._by_bucket: dict[int, ShardUpdater] = {}  # by id of the bucket
+        self._by_rule: dict[type[Optimizer], Updater] = {}
+        self._by_bucket: dict[int, Updater] = {}  # by id of the bucket
 
     @cached_property
-    def _own(self) -> ShardUpdater:
+    def _own(self) -> Updater:
         return self._make_own()
 
-    def _follow_groups(self) -> list[type[Optimizer]]:
-        """Give the rules' updaters the groups as they are now; returns the class of each group's rule."""
-        live = self.optimizer.param_groups
-        rules = [self.optimizer.rule_of(group) for group in live]
-        kinds = [type(rule.optimizer) for rule in rules]
-        # These must be the same objects every time, since updaters keep what they have found out about a group.
-        self._groups += [{} for _ in live[len(self._groups) :]]
-        for mine, group, rule in zip(self._groups, live, rules, strict=True):
-            mine.update(rule.hyperparameters, params=group["params"])
-        for rule, kind in zip(rules, kinds, strict=True):
-            groups = [group for group, other in zip(self._groups, kinds, strict=True) if other is kind]
+    def _follow_groups(self) -> list[tuple[type[Optimizer], Group]]:
+        """Give the rules' updaters the groups as they are now; returns the class of each group's rule, and the group.
+
+        These groups have the hyperparameters of their rules.
+        """
+        followed: list[tuple[type[Optimizer], Group]] = []
+        rules: dict[type[Optimizer], Optimizer] = {}
+        for group in self.optimizer.param_groups:
+            rule = self.optimizer.rule_of(group)
+            rules.setdefault(type(rule.optimizer), rule.optimizer)
+            followed.append((type(rule.optimizer), {**rule.hyperparameters, "params": group["params"]}))
+        for kind, optimizer in rules.items():
+            groups = [group for other, group in followed if other is kind]
             if kind in self._by_rule:
                 self._by_rule[kind].optimizer.param_groups = groups
             else:
-                alone = snapshot(rule.optimizer)
+                alone = snapshot(optimizer)
                 alone.param_groups, alone.state = groups, {}  # type: ignore[assignment]
                 self._by_rule[kind] = self._choose(alone)
-        return kinds
+        return followed
 
-    def _find(self, bucket: Bucket | BucketForm) -> ShardUpdater:
+    def _find(self, bucket: Bucket | BucketForm) -> Updater:
         """Choose the updater of a bucket, given the parameters that the groups have now."""
         members = set(map(id, bucket.parameters))
-        kinds = self._follow_groups()
-        groups = zip(self._groups, kinds, strict=True)
-        found = {kind for group, kind in groups if not members.isdisjoint(map(id, group["params"]))}
+        followed = self._follow_groups()
+        found = {kind for kind, group in followed if not members.isdisjoint(map(id, group["params"]))}
         # If the optimizer has no parameter in the bucket, any updater will do, since there is no state.
-        return self._own if len(found) > 1 else self._by_rule[found.pop() if found else kinds[0]]
+        return self._own if len(found) > 1 else self._by_rule[found.pop() if found else followed[0][0]]
 
-    def _updater_of(self, bucket: Bucket) -> ShardUpdater:
+    def _updater_of(self, bucket: Bucket) -> Updater:
         """The updater that has a bucket's state."""
         if id(bucket) not in self._by_bucket:
             self._by_bucket[id(bucket)] = self._find(bucket)
@@ -157,7 +157,7 @@ class CombinedUpdater(ShardUpdater):
         updater, own = self._by_rules(view)
         updater.expect(own)
 
-    def _by_rules(self, view: UpdateView) -> tuple[ShardUpdater, UpdateView]:
+    def _by_rules(self, view: UpdateView) -> tuple[Updater, UpdateView]:
         """The updater of a bucket, and the view in the form that this updater takes."""
         rules = {id(group): self.optimizer.rule_of(group) for group in view.groups.values()}
         kinds = {type(rule.optimizer) for rule in rules.values()}
@@ -188,7 +188,7 @@ class CombinedUpdater(ShardUpdater):
         updater, own = self._rule_of(group)
         return updater.state_shapes(own, parameter)
 
-    def _rule_of(self, group: Group) -> tuple[ShardUpdater, Group]:
+    def _rule_of(self, group: Group) -> tuple[Updater, Group]:
         self._follow_groups()
         rule = self.optimizer.rule_of(group)
         return self._by_rule[type(rule.optimizer)], rule.hyperparameters

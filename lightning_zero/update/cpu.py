@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -122,7 +123,7 @@ class CPUOptimizer(Optimizer):
         state = self.state.get(parameter, {})
         # If only a permuted view of a parameter is contiguous (channels_last), a copy of it is updated.
         flat = parameter.detach().contiguous().view(-1)
-        master = self._master(parameter, flat, state)
+        tensors = self._master(parameter, flat, state)
         names = self.rule.names(group)
         step = int(state.get("step", 0)) + 1
         fresh = not state.keys() >= set(names)
@@ -132,32 +133,33 @@ class CPUOptimizer(Optimizer):
                 if self.numbers.in_blocks:
                     state[name + SCALES] = _no_scales(parameter)
         assert parameter.grad is not None
-        self.rule.update(
-            master.param,
-            [_quantized(state, name) if self.numbers.in_blocks else state[name].view(-1) for name in names],
-            parameter.grad.detach().contiguous().view(-1),
-            group,
-            step if self.rule.counts_steps(self.numbers) else 1,
-            fresh,
-            remainder=master.remainder,
-            copy_out=master.copy_out,
-            copy_ties="away",
-            seed=self.numbers.seed,
-            index=first_index(number),
-        )
+        with tensors as master:
+            self.rule.update(
+                master.param,
+                [_quantized(state, name) if self.numbers.in_blocks else state[name].view(-1) for name in names],
+                parameter.grad.detach().contiguous().view(-1),
+                group,
+                step if self.rule.counts_steps(self.numbers) else 1,
+                fresh,
+                remainder=master.remainder,
+                copy_out=master.copy_out,
+                copy_ties="away",
+                seed=self.numbers.seed,
+                index=first_index(number),
+            )
         state.update(self.rule.scalars(step, self.numbers))
         if state:  # plain SGD has no state, and torch's format has no entry for a parameter without state
             self.state[parameter] = state
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
 
-    def _master(self, parameter: Tensor, flat: Tensor, state: dict[str, Any]) -> KernelTensors:
-        """Returns the tensors that the kernel updates for a parameter with the values ``flat``."""
+    def _master(self, parameter: Tensor, flat: Tensor, state: dict[str, Any]) -> AbstractContextManager[KernelTensors]:
+        """A context for the kernel with the tensors that it updates for a parameter with the values ``flat``."""
         if parameter.dtype == torch.float32:
             for name in ("master", "remainder"):  # left from a time when the parameter had 16 bits
                 state.pop(name, None)
             self._seen.pop(parameter, None)
-            return KernelTensors(flat)
+            return nullcontext(KernelTensors(flat))
         master: CopyMaster | SplitMaster
         if self.numbers.master_layout == "split":
             if "remainder" not in state:

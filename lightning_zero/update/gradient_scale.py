@@ -9,24 +9,67 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.update.loss_scaler import LossScaler, StaticLossScaler
 
 
+class SharedScaler:
+    """A loss scaler of one or more engines, which tell it of overflows.
+
+    Steps of several optimizers after one backward count as one: as an overflow if any of them overflowed. The
+    optimizers may belong to several engines, since one backward may run through the modules of all of them.
+
+    Attributes:
+        scaler: the loss scaler.
+    """
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
+        # The state before the steps since the last backward, and whether one of them overflowed.
+        self._verdict: tuple[dict[str, float], bool] | None = None
+
+    def begin_backward(self) -> None:
+        """Note that steps from now on use other gradients."""
+        self._verdict = None
+
+    def judge(self, found_inf: bool, scale: float) -> bool:
+        """Tell the scaler whether the gradients of a step overflowed.
+
+        Args:
+            found_inf: whether a gradient was not finite, on any rank.
+            scale: of the gradients.
+
+        Returns:
+            Whether this call made the scale fall.
+
+        Raises:
+            LossScaleError: there is no lower scale.
+        """
+        fallen = False  # whether the step of another optimizer after the same backward made the scale fall
+        if self._verdict is not None:
+            fallen = self.scaler.scale < scale
+            state, overflowed = self._verdict
+            self.scaler.load_state_dict(state)
+            found_inf = found_inf or overflowed
+        self._verdict = (self.scaler.state_dict(), found_inf)
+        self.scaler.update(found_inf)
+        return self.scaler.scale < scale and not fallen
+
+
 class GradientScale:
-    """Keeps the scale that the gradients have, and tells the scaler whether they overflowed.
+    """Keeps the scale that the gradients of an engine have, and tells the scaler whether they overflowed.
 
     Attributes:
         value: the scale of all gradients that are held. The scaler may already have the next scale.
         adapts: whether there is a scaler, which must be told of overflows.
 
     Args:
-        scaler: chooses the scales; ``None``: the scale is always 1.
+        scaler: chooses the scales; ``None``: the scale is always 1. Engines with one scaler need one ``SharedScaler``.
     """
 
-    def __init__(self, scaler: LossScaler | None) -> None:
+    def __init__(self, scaler: LossScaler | SharedScaler | None) -> None:
         self.adapts = scaler is not None
-        self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
+        if not isinstance(scaler, SharedScaler):
+            scaler = SharedScaler(StaticLossScaler(1.0) if scaler is None else scaler)
+        self._shared, self._scaler = scaler, scaler.scaler
         self.value = self._scaler.scale
         self._loss_scaled = False  # since the last `end_backward`
-        # The scaler's state before the steps since the last backward, and whether one of them overflowed.
-        self._verdict: tuple[dict[str, float], bool] | None = None
 
     @property
     def next(self) -> float:
@@ -71,32 +114,12 @@ class GradientScale:
 
     def begin_backward(self) -> None:
         """Note that steps from now on use other gradients."""
-        self._verdict = None
+        self._shared.begin_backward()
 
     def end_backward(self) -> None:
         """Note that the loss has been used: the next backward needs another scaled loss."""
         self._loss_scaled = False
 
     def judge(self, found_inf: bool) -> bool:
-        """Tell the scaler whether the gradients of a step overflowed.
-
-        Steps of several optimizers after one backward count as one: as an overflow if any of them overflowed.
-
-        Args:
-            found_inf: whether a gradient was not finite, on any rank.
-
-        Returns:
-            Whether this call made the scale fall.
-
-        Raises:
-            LossScaleError: there is no lower scale.
-        """
-        fallen = False  # whether the step of another optimizer after the same backward made the scale fall
-        if self._verdict is not None:
-            fallen = self._scaler.scale < self.value
-            state, overflowed = self._verdict
-            self._scaler.load_state_dict(state)
-            found_inf = found_inf or overflowed
-        self._verdict = (self._scaler.state_dict(), found_inf)
-        self._scaler.update(found_inf)
-        return self._scaler.scale < self.value and not fallen
+        """Tell the scaler whether the gradients of a step overflowed; see :meth:`SharedScaler.judge`."""
+        return self._shared.judge(found_inf, self.value)

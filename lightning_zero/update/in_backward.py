@@ -8,6 +8,8 @@ its buckets begin early: no collective depends on it.
 
 The update of a bucket begins in backward when
 
+- all of its parameters require a gradient: a frozen one may be computed with again later in this backward, where a
+  checkpointed function is recomputed,
 - all gradients that this backward brings to the bucket have arrived: no operator is left that computes one of them,
 - every parameter of which this rank owns a segment has a gradient,
 - the parameters are freed, where the stage shards them, and
@@ -34,18 +36,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.bucket import Bucket, absorb_edits
 from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
-from lightning_zero.sharding.layout import FlatLayout, Segment
-from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.layout import Segment
 from lightning_zero.storage import Lane
 from lightning_zero.torch_private import has_pre_step_hooks
 from lightning_zero.update.attached import AttachedOptimizers, parameters_of, state_was_edited
@@ -131,7 +132,7 @@ class UpdatesInBackward:
 
     @contextlib.contextmanager
     def expecting(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the closure of the optimizer's ``step``, which runs the backward of the last micro-batch.
+        """Surrounds the closure of the optimizer's ``step``, which runs the backward of the last micro-batch.
 
         Raises:
             TornStepError: an earlier step has left the weights torn.
@@ -150,7 +151,7 @@ class UpdatesInBackward:
             self._expected = None
 
     def begin(self, last: bool) -> None:
-        """Before a backward: decide whether updates may begin in it.
+        """Decide whether updates may begin in the backward that follows.
 
         Args:
             last: whether it is the last backward before a step. Updates begin in such a one only, and only inside the
@@ -171,7 +172,11 @@ class UpdatesInBackward:
             return
         self._updates = self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), StepCall(optimizer))
         late = left_to_forward(self._map.buckets)
-        self._early = {id(bucket) for bucket, waits in zip(self._map.buckets, late, strict=True) if not waits}
+        self._early = {
+            id(bucket)
+            for bucket, waits in zip(self._map.buckets, late, strict=True)
+            if not waits and all(parameter.requires_grad for parameter in bucket.parameters)
+        }
         found = self._map.segments_of(parameters_of(optimizer))
         self._waiting = {id(bucket): segments for bucket, segments in found if id(bucket) in self._early}
         self._gradients_version = self._clipping.version
@@ -180,9 +185,10 @@ class UpdatesInBackward:
     def may_be_torn(self) -> bool:
         """Whether weights are torn, or may become so: a step has not ended in which some rank may have begun updates.
 
-        It is the same on all ranks that ask at the same place of a step.
+        Also an ordinary step, which fails between two of its updates. It is the same on all ranks that ask at the same
+        place of a step.
         """
-        return self._enabled and (self._updates is not None or bool(self._torn_on))
+        return self._updates is not None or bool(self._torn_on)
 
     def offer(self, completed: Sequence[BucketGradients]) -> None:
         """Begin the updates of buckets whose gradients are complete and reduced.
@@ -201,8 +207,7 @@ class UpdatesInBackward:
                 continue
             assert self._updates is not None
             del self._waiting[id(bucket)]
-            edit = bucket.hidden_edit()
-            bucket.absorb_edits(everything=edit is not None and bool(edit))
+            absorb_edits([bucket])
             try:
                 self._updates.begin([(bucket, segments)])
             finally:  # also where it fails: it may have written some of the values
@@ -262,7 +267,7 @@ class UpdatesInBackward:
 
     @contextlib.contextmanager
     def completing(self, optimizer: Optimizer, call: StepCall) -> Iterator[StepUpdates]:
-        """Around the rest of a step; afterwards the parameters may be read.
+        """Surrounds the rest of a step; afterwards the parameters may be read.
 
         Args:
             optimizer: whose step it is.
@@ -324,7 +329,7 @@ class UpdatesInBackward:
 
     @contextlib.contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
-        """Around what overwrites parameters. Collective.
+        """Surrounds code that overwrites parameters. Collective.
 
         Args:
             everything: whether it overwrites all of them; torn weights are whole again then, unless it fails.
@@ -364,18 +369,7 @@ class UpdatesInBackward:
         )
 
 
-class Updated(Protocol):
-    """A bucket that is updated: one that trains, or one that a plan imagines."""
-
-    @property
-    def optimized(self) -> bool: ...
-    @property
-    def placement(self) -> BucketPlacement: ...
-    @property
-    def layout(self) -> FlatLayout: ...
-
-
-def left_to_forward(buckets: Iterable[Updated]) -> list[bool]:
+def left_to_forward(buckets: Iterable[Bucket | BucketForm]) -> list[bool]:
     """Tell which buckets wait for the end of the step, so that the next forward has updates to run beside it.
 
     They hold a quarter of the elements that are updated beside the training, and are spread evenly over these.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,9 +34,7 @@ def keeping_digits(optimizer: Optimizer) -> Iterator[None]:
     def restore(optimizer: Optimizer) -> None:  # before the hooks of others, which see what will be used
         for parameter, saved in saved_states(optimizer, loaded):
             own = optimizer.state[parameter]
-            own.update(
-                {name: value.detach().clone() for name, value in saved.items() if _rounded(value, own.get(name))}
-            )
+            own.update({name: value.detach() for name, value in saved.items() if _rounded(value, own.get(name))})
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(note),
@@ -49,9 +48,11 @@ def keeping_digits(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _rounded(saved: Any, own: Any) -> bool:
-    """Whether ``own`` is ``saved`` in another dtype, and not something that the optimizer's class has made of it."""
+    """Whether ``own`` is ``saved`` with fewer digits or less range, and not what its class has made of it."""
     if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.dtype == own.dtype:
         return False
     if not (saved.is_floating_point() and own.is_floating_point()):
+        return False
+    if torch.promote_types(saved.dtype, own.dtype) == own.dtype:  # it holds every value
         return False
     return saved.shape == own.shape and bool(saved.detach().to(own).equal(own))

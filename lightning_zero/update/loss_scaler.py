@@ -13,6 +13,8 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from typing_extensions import override
 
+from lightning_zero.advice import Case, advice
+
 OnMinScale = Literal["raise", "continue"]
 
 
@@ -194,8 +196,8 @@ class DynamicLossScaler(LossScaler):
         if falls and self.at_minimum and self.on_min_scale == "raise":
             raise LossScaleError(
                 f"gradients overflow at the smallest loss scale, {self._scale:g} (min_scale={self.min_scale:g}): the "
-                "loss diverges, or this model's values exceed what fp16 holds. bf16 has the range of fp32: use "
-                "precision 'bf16-mixed' or 'bf16-true'; on_min_scale='continue' goes on skipping steps"
+                "loss diverges, or this model's values exceed what fp16 holds. bf16 has the range of fp32"
+                f"{advice(Case.SMALLEST_SCALE, ': ')}; on_min_scale='continue' goes on skipping steps"
             )
         self._overflows += 1
         self._clean_steps = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero import ops
+from lightning_zero.advice import Case, advice
 
 MasterLayout = Literal["fp32", "split"]
 Group = dict[str, Any]
@@ -158,8 +159,8 @@ class NativeRule(ABC):
         self.check_numbers(group, numbers)
         if group.get("differentiable"):
             raise ValueError(
-                "differentiable=True in a parameter group of an optimizer that a kernel drives; set it to False, "
-                "or use native_optimizer='off'"
+                "differentiable=True in a parameter group of an optimizer that a kernel drives; set it to False"
+                f"{advice(Case.DIFFERENTIABLE, ', ')}"
             )
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self.update(nothing, [nothing for _ in self.names(group)], nothing, group, 1, fresh=True)

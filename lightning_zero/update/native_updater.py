@@ -17,11 +17,12 @@ from lightning_zero.sharding.masters import Master
 from lightning_zero.storage.staged import staged_tile
 from lightning_zero.update.block_state import BlockShardState, count_scales
 from lightning_zero.update.cpu import CPUOptimizer
-from lightning_zero.update.footprint import Footprint, Passing
+from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
-from lightning_zero.update.rules import Traits
+from lightning_zero.update.rules import Traits, settings_of
+from lightning_zero.update.sizes import Passing
 from lightning_zero.update.state import OptimizerState, ShardState
-from lightning_zero.update.updaters import ShardUpdater, staged_bytes
+from lightning_zero.update.updaters import Updater, staged_bytes
 from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import expect_first, in_windows
 
@@ -30,7 +31,7 @@ _SAMPLE = 64  # number of elements in a trial
 _BYTES_PER_ELEMENT: dict[tuple[NativeRule, torch.device, str], int] = {}
 
 
-class NativeUpdater(ShardUpdater):
+class NativeUpdater(Updater):
     """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
 
     Scaling, decay, state, update and the 16-bit copy are done in one pass over memory. The state has the same names as
@@ -171,22 +172,21 @@ class NativeUpdater(ShardUpdater):
             for tensor in states:
                 assert isinstance(tensor, Tensor)  # rules with an initial value other than 0 have no blocks
                 tensor.fill_(initial)
-        master = view.master.tensors(run.start, run.stop)
-        self._rule.update(
-            master.param,
-            states,
-            view.gradient.read(run.start, run.stop),
-            group,
-            step if self._rule.counts_steps(self._numbers) else 1,
-            fresh,
-            grad_scale=view.grad_scale,
-            remainder=master.remainder,
-            copy_out=master.copy_out,
-            copy_ties=master.copy_ties,
-            seed=self._numbers.seed,
-            index=self._index(view, run) if self._numbers.rounds_randomly else 0,
-        )
-        master.finish()
+        with view.master.tensors(run.start, run.stop) as master:
+            self._rule.update(
+                master.param,
+                states,
+                view.gradient.read(run.start, run.stop),
+                group,
+                step if self._rule.counts_steps(self._numbers) else 1,
+                fresh,
+                grad_scale=view.grad_scale,
+                remainder=master.remainder,
+                copy_out=master.copy_out,
+                copy_ties=master.copy_ties,
+                seed=self._numbers.seed,
+                index=self._index(view, run) if self._numbers.rounds_randomly else 0,
+            )
         # All segments of the run may share the scalar, because nothing changes it in place.
         scalars = self._rule.scalars(step, self._numbers)
         if names or scalars:  # otherwise the state stays empty, as torch's does
@@ -218,8 +218,7 @@ def _bytes_per_element(rule: NativeRule, group: dict[str, Any], device: torch.de
     They are found by a trial. A trial takes milliseconds, and a search for the best settings plans thousands of
     buckets, so results are kept.
     """
-    settings = repr(sorted((k, v) for k, v in group.items() if k not in ("params", "param_names")))
-    key = rule, device, settings
+    key = rule, device, settings_of(group)
     if key not in _BYTES_PER_ELEMENT:
         # The gradient is copied to fp32 whatever its dtype is, so that fp32 stands for all dtypes.
         param, grad, *states = (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.update.gradient_scale import GradientScale
 from lightning_zero.update.loss_scaler import LossScaleError
 
@@ -100,7 +101,7 @@ class StepOutcomes:
                 raise SkippedStepsError(
                     f"{self._limit} steps of {name} in a row were skipped on all ranks: inf or nan in the gradient of "
                     f"{nonfinite_names()}. Nothing is trained any more. Look at the data and the loss of these steps, "
-                    "or lower the learning rate; max_consecutive_skips is the limit, None for no limit"
+                    f"or lower the learning rate{advice(Case.SKIPPED_TOO_OFTEN, '; ')}"
                 )
             # Warnings become rarer, since every step may be skipped.
             if self.skipped & (self.skipped - 1) == 0:

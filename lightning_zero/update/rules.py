@@ -354,6 +354,12 @@ def state_names(optimizer: Optimizer, group: dict[str, Any], device: torch.devic
     return frozenset(name for name, value in state.items() if isinstance(value, Tensor))
 
 
+def settings_of(group: Mapping[str, Any]) -> str:
+    """A key for the results of trials. It is the same for groups with the same hyperparameters."""
+    settings = [(str(k), v) for k, v in group.items() if k not in ("params", "param_names")]
+    return repr(sorted(settings, key=lambda setting: setting[0]))
+
+
 def portable(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters for a trial on the host, where not all implementations of a rule run. The state is the same."""
     plain = {k: v.item() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}

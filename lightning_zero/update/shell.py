@@ -135,12 +135,21 @@ def run_step(
     shell.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
     shell.__dict__.update({hook: OrderedDict() for hook in OPTIMIZER_HOOKS})
     shell.param_groups = [{"params": group.tensors, **group.hyperparameters} for group in groups]
+    refused = [group for group in shell.param_groups if group.get("capturable") and _on_host(group["params"])]
+    for group in refused:  # torch refuses it in host memory, which is in no graph of the device
+        group["capturable"] = False
     shell.state = defaultdict(dict, state)
     call = call or StepCall(optimizer)
     with torch.no_grad():
         call.run(shell)
+    for group in refused:
+        group["capturable"] = True
     state.update(shell.state)
     return shell
+
+
+def _on_host(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def steps_together(group: dict[str, Any], device: torch.device) -> bool:

@@ -1,22 +1,28 @@
-"""The memory that an optimizer needs for a parameter, measured by steps on tensors without values."""
+"""The memory that an optimizer needs for a parameter, measured by steps in trials."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.storage.live import LiveBytes
 from lightning_zero.torch_private import READS_NUMBER, TorchDispatchMode, tree_leaves
-from lightning_zero.update.footprint import Passing
 from lightning_zero.update.rules import check_plain, fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
 _STEPS = 3
+_SAMPLE, _SAMPLE_STEPS = 64, 7  # elements and steps of a trial on a sample. RAdam has another formula from step 6 on
 _LARGEST = 1 << 20  # most elements of a parameter that is allocated because a step needs values
+
+# Counts the memory that operators of a trial take, but not what is smaller than the sample: it does not grow with a
+# parameter.
+Passing = partial(LiveBytes, least=_SAMPLE)
 
 
 class Sizes(NamedTuple):
@@ -61,6 +67,32 @@ def sizes_of(
             found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype, device="cpu"), count)
         factor = numel / max(smaller.numel(), 1)
         return found._replace(state=math.ceil(found.state * factor), passing=math.ceil(found.passing * factor))
+
+
+def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, foreach: bool) -> int:
+    """Temporary bytes per element that a step needs beside parameter, gradient and state, from a trial on the host.
+
+    Args:
+        optimizer: an element-wise optimizer, which is not changed.
+        group: one of its parameter groups.
+        dtype: dtype of the parameter.
+        foreach: whether torch updates several tensors at a time.
+    """
+    if group.get("fused"):
+        return 0
+    plain = portable(group)
+    if "foreach" in plain:
+        plain["foreach"] = foreach
+    parameter = torch.ones(_SAMPLE, dtype=dtype, device="cpu")
+    parameter.grad = torch.ones_like(parameter)
+    states = {parameter: fresh_state(optimizer, parameter)}
+    run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))  # makes the state
+    known = [parameter, parameter.grad, *(v for v in states[parameter].values() if isinstance(v, Tensor))]
+    with Passing(known) as passing:
+        for _ in range(1, _SAMPLE_STEPS):
+            run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))
+    most: int = -(-passing.most // _SAMPLE)
+    return most
 
 
 def _shrunk(shape: list[int]) -> list[int]:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.bucket import GATHERS, Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.torch_private import tree_leaves
 from lightning_zero.update.shell import StepCall, snapshot
-from lightning_zero.update.view import Updater, UpdateView
+from lightning_zero.update.updaters import Updater
+from lightning_zero.update.view import UpdateView, fetch_nothing
 
 
 class StepUpdates:
@@ -64,12 +65,12 @@ class StepUpdates:
             parts: buckets that have not begun, each with the segments to update, in the order of the updates.
         """
         views: list[tuple[Bucket, UpdateView]] = []
-        ahead: Callable[[], object] = _fetch_nothing
+        ahead: Callable[[], object] = fetch_nothing
         for bucket, segments in reversed(parts):
             view = self._view(bucket, segments, ahead)
             views.insert(0, (bucket, view))
             on_disk = bucket.placement.optimizer_store.tile is not None
-            ahead = partial(self._updater.expect, view) if on_disk else _fetch_nothing
+            ahead = partial(self._updater.expect, view) if on_disk else fetch_nothing
         # For all buckets before the first update: in its own thread, that already fetches tiles for the next one.
         for bucket, _ in views:
             _end_gather(bucket)
@@ -112,14 +113,10 @@ def _run(update: Callable[[], None], touched: Sequence[Bucket]) -> None:
 
 def _end_gather(bucket: Bucket) -> None:
     """Wait for a gather under way, and drop tiles that were fetched for a later one: the shard is about to change."""
-    if bucket.state is BucketState.GATHERING:
+    if bucket.state in GATHERS:
         bucket.unshard()
     if not bucket.updating:  # or another optimizer's update, which goes on, writes tiles of its own
         bucket.shard.drop(0, bucket.shard.numel)
-
-
-def _fetch_nothing() -> None:
-    """Do nothing: no update follows, or its state is in memory already."""
 
 
 def _hyperparameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

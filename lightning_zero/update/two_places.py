@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -23,12 +24,13 @@ from lightning_zero.sharding import BucketForm, BucketPlacement, Run, Segment
 from lightning_zero.storage import Lane, Memory, Rested, Ticket
 from lightning_zero.storage.executor import Staged
 from lightning_zero.storage.staging import staged_size
-from lightning_zero.update.footprint import Apart, Footprint, Passing
+from lightning_zero.update.footprint import Apart, Footprint
 from lightning_zero.update.native import Group
-from lightning_zero.update.rules import Traits
+from lightning_zero.update.rules import Traits, settings_of
+from lightning_zero.update.sizes import Passing
 from lightning_zero.update.state import WholeState
 from lightning_zero.update.updaters import scaled_gradient
-from lightning_zero.update.view import UpdateView
+from lightning_zero.update.view import UpdateView, fetch_nothing
 from lightning_zero.update.whole import WholeUpdater, settle_before
 from lightning_zero.update.windows import largest_window
 
@@ -98,7 +100,7 @@ class TwoPlacesUpdater(WholeUpdater):
         apart = self._apart(view.segments, view.groups, view.parameters, view.master.dtype)
         if len(apart) < len(view.segments):
             here = [segment for segment in view.segments if segment not in apart]
-            ahead = _nothing if apart else view.ahead  # only the last window of all fetches for the next update
+            ahead = fetch_nothing if apart else view.ahead  # only the last window of all fetches for the next update
             super().update(replace(view, segments=here, complete=not apart and view.complete, ahead=ahead))
         if apart:
             _Rounds(view, view.state, self._step, _batches(apart, view.groups), self._leaving).run()
@@ -153,7 +155,7 @@ class TwoPlacesUpdater(WholeUpdater):
 
     def _taken_by(self, group: Group, shape: torch.Size, dtype: torch.dtype, count: int) -> tuple[int, int]:
         """Temporary bytes on the host for one parameter, and on the device for ``count``, from a trial on meta."""
-        key = shape, dtype, count, repr({name: value for name, value in group.items() if name != "params"})
+        key = settings_of(group), shape, dtype, count
         if key not in self._taken:
             gradient = torch.empty(shape, dtype=dtype, device="meta")
             batch = torch.empty(count, *shape, dtype=self._step.dtype, device="meta")
@@ -167,10 +169,6 @@ class TwoPlacesUpdater(WholeUpdater):
                     self._step.compute(group, batch)
             self._taken[key] = on_host.most, on_device.most
         return self._taken[key]
-
-
-def _nothing() -> None:
-    """Do nothing, where nothing is to be fetched."""
 
 
 def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) -> list[list[Segment]]:
@@ -254,22 +252,20 @@ class _Rounds:
 
     def run(self) -> None:
         """Update all batches. When this returns, only the work that publishes the values may still be under way."""
-        free = self._take_slots()
-        slots, under_way = tuple(free), deque[tuple[Sequence[Segment], _Slot]]()
-        try:
+        with ExitStack() as taken:
+            free, under_way = self._take_slots(taken), deque[tuple[Sequence[Segment], _Slot]]()
             for batch in self._batches:
                 if not free:
                     free.append(self._finish(*under_way.popleft()))
                 slot = free.pop()
                 self._begin(batch, slot)
                 under_way.append((batch, slot))
+            self._view.ahead()
             while under_way:
                 self._finish(*under_way.popleft())
-        finally:
-            for slot in slots:
-                self._view.placement.executor.give(slot.staged, slot.work)
 
-    def _take_slots(self) -> list[_Slot]:
+    def _take_slots(self, until: ExitStack) -> list[_Slot]:
+        """Take the memory for batches; it is given back at the end of ``until``, also that of a slot which fails."""
         placement, dtype = self._view.placement, self._step.dtype
         shapes = {batch[0]: self._view.parameters[batch[0].param].shape for batch in self._batches}
         form = _SlotForm.of(placement, dtype, self._batches, shapes)
@@ -279,8 +275,15 @@ class _Rounds:
             on_device.extend(torch.empty(numel, dtype=dtype, device=placement.device) for _ in range(form.number))
 
         taken = placement.executor.submit(take, Lane.SIDE, self._what)
-        # Other streams may use the memory only when the stream has come to the point at which it was allocated.
-        return [_Slot(placement.executor.take(numel, dtype), tensor, taken) for tensor in on_device]
+        slots = list[_Slot]()
+        for tensor in on_device:
+            # Other streams may use the memory only when the stream has come to the point at which it was allocated.
+            slots.append(_Slot(placement.executor.take(numel, dtype), tensor, taken))
+            until.callback(self._give, slots[-1])
+        return slots
+
+    def _give(self, slot: _Slot) -> None:
+        self._view.placement.executor.give(slot.staged, slot.work)
 
     def _begin(self, batch: Sequence[Segment], slot: _Slot) -> None:
         view, placement = self._view, self._view.placement

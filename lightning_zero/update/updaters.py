@@ -17,10 +17,11 @@ from lightning_zero.sharding import Bucket, BucketForm, MasterForm, Run, Segment
 from lightning_zero.sharding.masters import Master
 from lightning_zero.storage import Memory
 from lightning_zero.torch_private import tree_map
-from lightning_zero.update.footprint import Footprint, passing_bytes
+from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout
-from lightning_zero.update.rules import DTYPES_STATED, ELEMENT_WISE, Traits, state_dtypes, state_names
+from lightning_zero.update.rules import DTYPES_STATED, ELEMENT_WISE, Traits, settings_of, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
+from lightning_zero.update.sizes import passing_bytes
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import expect_first, in_windows, largest_window
@@ -42,7 +43,7 @@ class StateForm(NamedTuple):
     own: dict[int, ParameterState]  # by index of the parameter; parameters without state are missing
 
 
-class ShardUpdater(ABC):
+class Updater(ABC):
     """Applies an optimizer's rule to segments and keeps their state.
 
     Args:
@@ -68,7 +69,7 @@ class ShardUpdater(ABC):
         return self._states.get(id(bucket)) or self._new_state(bucket)
 
     def own_state(self, bucket: Bucket) -> OptimizerState:
-        """See :class:`lightning_zero.update.Updater`."""
+        """The state of this rank's segments of ``bucket``, for an update to write; it is made on first use."""
         if id(bucket) not in self._states:
             self._states[id(bucket)] = self._new_state(bucket)
         return self._states[id(bucket)]
@@ -77,7 +78,15 @@ class ShardUpdater(ABC):
         return ShardState(bucket, self.per_element, self._dtype)
 
     def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Gather the full state of a bucket's parameters. Collective.
+
+        Args:
+            bucket: holds the parameters.
+
+        Returns:
+            For each parameter that has state, by its index in the bucket: the state under torch's names, as tensors on
+            the CPU, those with one value per element in the parameter's shape, and scalars.
+        """
         (known,) = self.describe_state([bucket])
         flat = {}
         for name, dtype in known.dtypes.items():
@@ -141,7 +150,11 @@ class ShardUpdater(ABC):
         ]
 
     def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Move state from the optimizer itself into shards.
+
+        Args:
+            holder: gives the bucket that holds a parameter; ``None`` if there is none.
+        """
         for parameter, state in self._portable_state():
             if (bucket := holder(parameter)) is not None:
                 self.load(bucket, bucket.index[id(parameter)], state)
@@ -153,15 +166,29 @@ class ShardUpdater(ABC):
 
     @abstractmethod
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
-        """See :class:`lightning_zero.update.Updater`."""
+        """The layout that a 16-bit bucket's master must have for updates; ``None``: any layout will do.
+
+        Args:
+            bucket: a bucket in which the optimizer has parameters.
+
+        Raises:
+            ValueError: the bucket cannot be updated because of its placement or layout.
+        """
 
     @abstractmethod
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Raise the errors that updates with these hyperparameters would raise; on all ranks, before any writes.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
 
     @abstractmethod
     def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Tell whether updates are the same with each of ``defaults`` as torch's default dtype.
+
+        It is the dtype of the process: an update beside a forward of a 16-bit mode may run with either dtype.
+        """
 
     def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
         """Overwrite this rank's state of one parameter.
@@ -204,15 +231,18 @@ class ShardUpdater(ABC):
             state.clear()
 
     def advance(self, call: StepCall) -> None:  # noqa: B027  (most optimizers write nothing)
-        """See :class:`lightning_zero.update.Updater`."""
+        """Write the values that a step writes to the optimizer's groups and attributes.
+
+        It is called once per step, after the updates have begun.
+        """
 
     @abstractmethod
     def update(self, view: UpdateView) -> None:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Update the masters of ``view.segments`` with ``view.gradient``, and publish them."""
 
     @abstractmethod
     def expect(self, view: UpdateView) -> None:
-        """See :class:`lightning_zero.update.Updater`."""
+        """Begin to fetch the first data that :meth:`update` of ``view``, which is the next update, will need."""
 
 
 def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
@@ -221,7 +251,7 @@ def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
     return {key: merged[key] for key in sorted(merged)}
 
 
-class TorchUpdater(ShardUpdater):
+class TorchUpdater(Updater):
     """Runs any element-wise torch optimizer by means of a shell, a tile at a time.
 
     If this changes no bit, adjacent segments of equal state are updated as one tensor, and long segments as several.
@@ -230,7 +260,7 @@ class TorchUpdater(ShardUpdater):
     def __init__(self, optimizer: Optimizer, traits: Traits) -> None:
         super().__init__(optimizer, traits)
         self._has_state_at_once = bool(optimizer.state)  # whether its constructor makes state, as Adagrad's does
-        self._passing: dict[tuple[int, torch.dtype, bool], int] = {}
+        self._passing: dict[tuple[str, torch.dtype, bool], int] = {}
 
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         return None
@@ -276,8 +306,8 @@ class TorchUpdater(ShardUpdater):
         )
 
     def _passing_bytes(self, group: dict[str, Any], dtype: torch.dtype, foreach: bool) -> int:
-        """As :func:`passing_bytes`. Results are kept, because all buckets ask for the same ones."""
-        key = id(group), dtype, foreach
+        """Returns what :func:`passing_bytes` does. Results are kept, because all buckets ask for the same ones."""
+        key = settings_of(group), dtype, foreach
         if key not in self._passing:
             self._passing[key] = passing_bytes(self.optimizer, group, dtype, foreach)
         return self._passing[key]

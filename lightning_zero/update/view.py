@@ -1,21 +1,17 @@
-"""Updaters, and the views through which an updater sees the bucket that it updates."""
+"""The view through which an updater sees the bucket that it updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import BucketPlacement, Segment
-from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.masters import Master
 from lightning_zero.sharding.sharded_gradient import LentGradient
-from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import OptimizerState
 
@@ -66,76 +62,5 @@ class UpdateView:
     ahead: Callable[[], object]
 
 
-class Updater(Protocol):
-    """Applies one optimizer's rule to shards. See :mod:`lightning_zero.update`."""
-
-    optimizer: Optimizer
-
-    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
-        """The layout that a 16-bit bucket's master must have for updates; ``None``: any layout will do.
-
-        Args:
-            bucket: a bucket in which the optimizer has parameters.
-
-        Raises:
-            ValueError: the bucket cannot be updated because of its placement or layout.
-        """
-        ...
-
-    def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise the errors that updates with these hyperparameters would raise; on all ranks, before any writes.
-
-        Raises:
-            ValueError: a hyperparameter is out of range.
-        """
-        ...
-
-    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
-        """Tell whether updates are the same with each of ``defaults`` as torch's default dtype.
-
-        It is the dtype of the process: an update beside a forward of a 16-bit mode may run with either dtype.
-        """
-        ...
-
-    def update(self, view: UpdateView) -> None:
-        """Update the masters of ``view.segments`` with ``view.gradient``, and publish them."""
-        ...
-
-    def expect(self, view: UpdateView) -> None:
-        """Begin to fetch the first data that :meth:`update` of ``view``, which is the next update, will need."""
-        ...
-
-    def advance(self, call: StepCall) -> None:
-        """Write the values that a step writes to the optimizer's groups and attributes.
-
-        It is called once per step, after the updates have begun.
-        """
-        ...
-
-    def own_state(self, bucket: Bucket) -> OptimizerState:
-        """The state of this rank's segments of ``bucket``, for an update to write; it is made on first use."""
-        ...
-
-    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
-        """Move state from the optimizer itself into shards.
-
-        Args:
-            holder: gives the bucket that holds a parameter; ``None`` if there is none.
-        """
-        ...
-
-    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Gather the full state of a bucket's parameters. Collective.
-
-        Args:
-            bucket: holds the parameters.
-
-        Returns:
-            For each parameter that has state, by its index in the bucket: the state under torch's names, as tensors on
-            the CPU, those with one value per element in the parameter's shape, and scalars.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Forget all state, as before the first step."""
-        ...
+def fetch_nothing() -> None:
+    """Do nothing, as ``ahead`` of a view: no update follows, or its data is in memory, or another update fetches it."""

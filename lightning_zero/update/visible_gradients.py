@@ -147,7 +147,7 @@ class VisibleGradients:
         if shown is None or shown.place != value.place:
             raise RuntimeError(
                 f"{self._name(parameter)}.grad = {value!r}: each rank holds a slice of that gradient, and this "
-                "parameter is divided into other slices, or its own gradient is not averaged yet. Assign a whole "
+                "parameter is divided into other slices, or its own gradient is not averaged yet. Assign a full "
                 "tensor, the same on all ranks, such as lightning_zero.full_grad(parameter)"
             )
         if value.held is not shown.held:  # they are equal for `parameter.grad *= 2`, which has changed it in place

@@ -16,7 +16,7 @@ from lightning_zero.storage.rested import nbytes_of
 from lightning_zero.update.counted import advance
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout
-from lightning_zero.update.rules import Traits, examine
+from lightning_zero.update.rules import Traits, examine, settings_of
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 from lightning_zero.update.sizes import Sizes, sizes_of
 from lightning_zero.update.state import OptimizerState, WholeState
@@ -141,7 +141,7 @@ class WholeUpdater(TorchUpdater):
             expect_first(view, self._fetched(view, view.state, alone), calls, lambda _: ())
 
     def clear(self) -> None:
-        settle_before(self._leaving, 0)  # afterwards the places on the disk may be freed
+        self._leaving.clear()  # a place on the disk is freed when its last write, which refers to the tensor, has ended
         super().clear()
 
     def _fetched(self, view: UpdateView, own: WholeState, alone: bool) -> _Fetched:
@@ -191,7 +191,7 @@ class WholeUpdater(TorchUpdater):
         return self._footprint(bucket, self._members(bucket))
 
     def _footprint(self, bucket: BucketForm, members: Sequence[tuple[Segment, dict[str, Any]]]) -> Footprint:
-        """As :meth:`footprint`, for some segments, with their groups, of a bucket that keeps parameters whole."""
+        """The footprint of some segments, with their groups, of a bucket that keeps parameters whole."""
         master = bucket.master
         sizes = {
             segment: self._sizes_of(group, bucket.parameters[segment.param].shape, master.dtype)
@@ -232,11 +232,10 @@ class WholeUpdater(TorchUpdater):
         return most
 
     def _sizes_of(self, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype, count: int = 1) -> Sizes:
-        """As :func:`sizes_of`. Results are kept, because all parameters of one shape ask for the same ones."""
-        plain = {k: v for k, v in group.items() if k != "params"}
-        key = shape, dtype, repr(plain), count
+        """Returns what :func:`sizes_of` does. Results are kept: all parameters of one shape ask for the same ones."""
+        key = settings_of(group), shape, dtype, count
         if key not in self._sizes:
-            self._sizes[key] = sizes_of(self.optimizer, plain, shape, dtype, count)
+            self._sizes[key] = sizes_of(self.optimizer, group, shape, dtype, count)
         return self._sizes[key]
 
 

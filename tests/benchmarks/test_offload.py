@@ -87,7 +87,9 @@ def test_a_contestant_that_runs_out_of_memory_ends_nothing(
     assert [list(one) for one in cell["rounds"]] == [list(names)] * 2
     assert sorted(started[:2]) == sorted(names)
     assert started[2:] == ["zero3_offload"]  # who has run out of memory would again
-    with pytest.raises(SystemExit, match=r"was measured with tokens=128; expected tokens=8: leave out --resume"):
+    with pytest.raises(
+        SystemExit, match=r"was measured with tokens=128; expected tokens=8: name another file with --out"
+    ):
         run(*options, "--resume", "--tokens", "8")
 
 

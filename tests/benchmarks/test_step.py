@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.benchmark import START, load
 from helpers.pages import ROOT
 from helpers.ranks import server_environment
+from torch import Tensor
+from torch.nn import functional
 
 NAMES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".split()
 
@@ -42,6 +45,33 @@ def run(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call
         return result
 
     return run
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that they are replaced
+def test_products_of_bf16_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of a linear layer round the products of fp32, until the replacement ends."""
+    own, made = torch.mm, list[torch.dtype]()
+
+    def noting(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        made.append(a.dtype)
+        return own(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", noting)
+    x, weight, gradient = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((3, 70), (5, 70), (3, 5)))
+    bias = torch.randn(5, dtype=torch.bfloat16)
+    x.requires_grad_()
+    weight.requires_grad_()
+    replaced = load("step_rank").multiply_in_fp32()
+    found = functional.linear(x, weight, bias)
+    found.backward(gradient)
+    del replaced
+    assert made == [torch.float32] * 2
+    with torch.no_grad():
+        right = torch.addmm(bias.float(), x.float(), weight.float().t()), gradient.float() @ weight.float()
+        expected = *right, gradient.float().t() @ x.float()
+        assert all(map(torch.equal, (found, x.grad, weight.grad), (each.bfloat16() for each in expected)))
+        functional.linear(x, weight)
+    assert len(made) == 2
 
 
 @pytest.mark.slow
@@ -94,8 +124,24 @@ def test_resuming_measures_what_is_missing(run: Callable[..., dict[str, Any]]) -
     again = run("--rounds", "1", "--only", "ddp", "zero3", "--resume", *options)
     assert [list(one) for one in again["cells"]["26m bf16 x1"]["rounds"]] == [["ddp", "zero2"]] * 3 + [["ddp", "zero3"]]
     assert len(again["environment"]["resumed"]) == 2
-    with pytest.raises(SystemExit, match=r"was measured with steps=5; expected steps=6: leave out --resume"):
+    with pytest.raises(SystemExit, match=r"was measured with steps=5; expected steps=6: name another file with --out"):
         run("--steps", "6", "--resume", *options)
+
+
+def test_existing_results_are_replaced_on_request_only(
+    run: Callable[..., dict[str, Any]], benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = "--models", "26m", "--precisions", "bf16", "--micro-batches", "1", "--rounds", "1", "--only", "ddp"
+    run(*options)
+    kept = (tmp_path / "out.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark, "measure", None)
+        with pytest.raises(
+            SystemExit, match=r"out\.json exists; .* --resume, .* --out, or replace it with --overwrite"
+        ):
+            run(*options)
+    assert (tmp_path / "out.json").read_bytes() == kept
+    assert len(run(*options, "--overwrite")["cells"]["26m bf16 x1"]["rounds"]) == 1
 
 
 def test_a_round_that_was_cut_short_goes_on(

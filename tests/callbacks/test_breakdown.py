@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from device.where import DevicePool
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -22,12 +24,13 @@ from strategy.fits import Lit, Recipe, fit, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.callbacks import Breakdown
-from lightning_zero.callbacks.breakdown import table_of
+from lightning_zero.callbacks import Breakdown, Trace
+from lightning_zero.callbacks.breakdown import LaneTime, table_of
+from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.exchange import Exchange
-from lightning_zero.storage import InlineExecutor, Phase
-from lightning_zero.update.updaters import ShardUpdater
+from lightning_zero.storage import InlineExecutor, Lane, Phase
+from lightning_zero.update.updaters import Updater
 
 PAUSE = 0.015  # seconds by which each part is slowed down
 
@@ -86,7 +89,7 @@ def slow_works() -> Iterator[None]:
 
 def fit_slowed(name: str) -> tuple[dict[Phase, float], int, str]:
     breakdown, out = Breakdown(), io.StringIO()
-    updates = [(kind, "update") for kind in ShardUpdater.__subclasses__()]
+    updates = [(kind, "update") for kind in Updater.__subclasses__()]
     copy = (InlineExecutor, "fetch")  # of updated parameters; masters rest in host memory
     with (
         slow((Group, "reduce_scatter"), (Group, "begin_all_gather_"), copy, *updates),
@@ -108,6 +111,41 @@ def test_each_slow_part_is_in_its_row(pool: RankPool) -> None:
     assert all(phase in results[0][2] for phase in Phase)
     assert "mean of 2" in results[0][2]
     assert "mean of" not in results[1][2]
+
+
+def fit_traced(strategy: Any, folder: Path, accelerator: str) -> tuple[dict[Lane, LaneTime], int, str]:
+    breakdown, out = Breakdown(skip_steps=0), io.StringIO()
+    callbacks = [Trace(folder, first_step=0, steps=100), breakdown]
+    with contextlib.redirect_stdout(out):
+        fit(strategy, Recipe(micro=2, steps=4), accelerator=accelerator, callbacks=callbacks)
+    return breakdown.lane_means, breakdown.steps, out.getvalue()
+
+
+def assert_traced(folder: Path, found: tuple[dict[Lane, LaneTime], int, str], lanes: set[Lane]) -> None:
+    """Busy and exposed are what a trace of the same steps says."""
+    means, steps, printed = found
+    traced = json.loads((folder / "rank0.json").read_text())["otherData"]
+    assert means.keys() == lanes
+    for lane, times in means.items():
+        assert times.busy * steps == pytest.approx(traced["busy_seconds"][lane.name], rel=1e-3)
+        assert times.exposed * steps == pytest.approx(traced["exposed_seconds"].get(lane.name, 0.0), rel=1e-3)
+        assert f"{1e3 * times.busy:.2f}" in printed
+    assert f"Lanes beside a step, mean of {steps}" in printed
+
+
+@pytest.mark.device("random1")
+def test_lanes_of_a_device_are_those_of_a_trace(device_pool1: DevicePool, tmp_path: Path) -> None:
+    (found,) = device_pool1.run(fit_traced, "zero2_offload", tmp_path, device_pool1.where.accelerator)
+    assert_traced(tmp_path, found, {Lane.H2D, Lane.D2H, Lane.HOST})
+
+
+def test_on_cpu_ranks_only_a_disk_works_beside_the_training(pool1: RankPool, tmp_path: Path) -> None:
+    disk = STRATEGIES["zero2_nvme"] | {"nvme_path": str(tmp_path)}
+    (found,) = pool1.run(fit_traced, disk, tmp_path, "cpu")
+    assert_traced(tmp_path, found, {Lane.READ, Lane.CHECK, Lane.WRITE})
+    (means, _, printed) = pool1.run(fit_traced, "zero2_offload", tmp_path, "cpu")[0]
+    assert not means
+    assert "Lanes" not in printed
 
 
 class Ticking:

@@ -550,7 +550,7 @@ def warnings_of(name: str, recipe: Recipe) -> list[str]:
 
 
 @ranks(1)
-def test_nothing_is_said_of_whole_copies(pool: RankPool) -> None:
+def test_nothing_is_said_of_full_copies(pool: RankPool) -> None:
     (said,) = pool.run(warnings_of, "zero3", MOMENTUM)
     assert not any("copy" in message or "sharding" in message for message in said)
 

@@ -125,11 +125,16 @@ def report_of_flags(options: dict[str, Any]) -> dict[str, Reported]:
 @pytest.mark.parametrize("options", [{"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3}])
 def test_what_flags_and_callbacks_will_take_is_planned(pool: RankPool, options: dict[str, Any]) -> None:
     """Clipping by value, and several micro-batches later on, make 16-bit sharded gradients fp32; averages are kept."""
-    for name, result in itertools.chain(*(found.items() for found in pool.run(report_of_flags, options))):
+    results = pool.run(report_of_flags, options)
+    for name, result in itertools.chain(*(found.items() for found in results)):
         parts, numel = planned_parts(result.planned), sum(bucket.padded_numel for bucket in result.planned.buckets) // 2
         assert result.measured == parts, name
         assert parts["sharded_gradient"].total == (4 if name in ("value", "schedule") else 2) * numel, name
         assert parts["averages"].total == ((4 * numel + 2 * WIDTH) if "average" in name else 0), name
+    for name, result in results[0].items():
+        words = "twice the factors of GradientAccumulationScheduler", "trainer.accumulate_grad_batches=2"
+        said = " ".join(result.printed.split())
+        assert [word in said for word in words] == [name == "schedule", name != "schedule"], name
 
 
 class Late(Blocks):

@@ -52,7 +52,7 @@ def fit_traced(name: str, folder: Path, accelerator: str = "cpu") -> tuple[Fitte
     """A fit with a trace, one without, and the work that the first has done while it was traced."""
     options: dict[str, Any] = {"activation_offload": True, "activation_offload_mb": 0.0, "bucket_size_mb": 0.0003}
     options |= STRATEGIES[name]
-    callbacks: list[Callback] = [Trace(folder, first_step=2, steps=3), Breakdown(table=False)]
+    callbacks: list[Callback] = [Trace(folder, first_step=2, steps=3), Breakdown(table=False, lanes=False)]
     with counted() as done:
         traced = fit(ZeroStrategy(**options), RECIPE, accelerator=accelerator, callbacks=callbacks, logger=False)
     assert not WORK_LOG.on
@@ -98,12 +98,12 @@ def test_each_piece_of_work_is_there_once(pool2: RankPool, tmp_path: Path) -> No
 
 def test_a_lane_that_waits_for_another_is_no_wait_of_the_training() -> None:
     executor = ThreadExecutor()
-    WORK_LOG.start(torch.device("cpu"), Phase.OTHER)
+    recording = WORK_LOG.start(torch.device("cpu"), Phase.OTHER)
     read = executor.submit(partial(time.sleep, 0.05), Lane.READ, "a tile")
     written = executor.submit(lambda: None, Lane.WRITE, "a tile", after=[read])
     while not written.done():
         time.sleep(0.01)
-    assert {span.track for span in WORK_LOG.stop()} == {"training", "READ", "WRITE"}
+    assert {span.track for span in recording.stop()} == {"training", "READ", "WRITE"}
 
 
 def test_work_of_a_disk_at_the_same_time_is_in_two_tracks() -> None:

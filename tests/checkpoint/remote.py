@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -19,9 +21,16 @@ class _Opened(LocalFileOpener):
         return int(super().write(data))
 
     def read(self, *args: Any) -> bytes:
+        if os.fstat(self.f.fileno()).st_ino != Path(self.path).stat().st_ino:
+            raise FileNotFoundError(2, "the object was replaced", self.path)
         data: bytes = super().read(*args)
         Shared.read += len(data)
         return data
+
+    def commit(self) -> None:
+        super().commit()
+        if self.path.rpartition("/")[2] == Shared.unanswered:
+            raise TimeoutError(110, "no answer came")
 
 
 class Shared(LocalFileSystem):
@@ -30,11 +39,13 @@ class Shared(LocalFileSystem):
     Attributes:
         room: bytes that may still be written; `None`: any number.
         read: bytes that were read.
+        unanswered: name of files that arrive, although whoever writes them gets an error.
     """
 
     protocol = "shared"
     room: int | None = None
     read = 0
+    unanswered: str | None = None
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -42,6 +53,10 @@ class Shared(LocalFileSystem):
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         return _Opened(path, mode, fs=self, **{k: v for k, v in options.items() if k == "autocommit"})
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        found = super().ls(path, detail, **options)
+        return found if detail else [*found, f"{self._strip_protocol(path)}/"]  # as with an object for the folder
 
     def mv(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an object store renames nothing")

@@ -12,6 +12,8 @@ from lightning import Callback, LightningModule, Trainer
 from strategy.fits import Fitted, Lit, Recipe, StrategyArgument, make_trainer, observe
 from torch import Tensor
 
+from lightning_zero.checkpoint import CheckpointError
+
 
 class StatefulLoader:
     """Goes on in the middle of an epoch where its state says so."""
@@ -94,3 +96,14 @@ def save_at_end(
     trainer.fit(lit)
     trainer.save_checkpoint(path)
     return observe(trainer, lit)
+
+
+def save_after_fit(strategy: StrategyArgument, recipe: Recipe, module: type[Lit], path: str, **flags: Any) -> str:
+    """The error of the save on this rank; "saved" if there is none."""
+    trainer = make_trainer(strategy, **flags)
+    trainer.fit(module(recipe))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"

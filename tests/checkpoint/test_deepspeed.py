@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -181,13 +182,15 @@ class Color(enum.Enum):
 def test_entries_become_plain_values_and_the_rest_is_named(original: dict[str, Any], tmp_path: Path) -> None:
     entries = {
         "hyper_parameters": {"path": Path("a/b"), "lr": np.float64(0.5), "color": Color.red, "other": Namespace(a=1)},
+        "by_key": {Path("a/b"): 1, Color.red: {Color.red: 2}, UUID(int=7): 3, 5: 4},
         "mine": [(1, {2}), torch.arange(10)[3:5]],
     }
     folder = write(tmp_path / "a", original, Folder(3, more=entries))
     converted = convert(folder, tmp_path / "a.ckpt", trust=True)
-    assert converted.left_out == {"hyper_parameters.other": "argparse.Namespace"}
+    assert converted.left_out == {"hyper_parameters.other": "argparse.Namespace", f"by_key.{UUID(int=7)}": "uuid.UUID"}
     loaded = load(tmp_path / "a.ckpt")
     assert loaded["hyper_parameters"] == {"path": "a/b", "lr": 0.5, "color": "red"}
+    assert loaded["by_key"] == {"a/b": 1, "red": {"red": 2}, 5: 4}
     assert loaded["mine"][0] == (1, {2})
     assert loaded["mine"][1].tolist() == [3, 4]
     assert loaded["mine"][1].untyped_storage().nbytes() == 16

@@ -64,7 +64,7 @@ def saved(request: pytest.FixtureRequest, pool2: RankPool, tmp_path_factory: pyt
     return Saved(name, path, pool2.run(save_at_end, name, RECIPE, path, precision=precision)[0].weights)
 
 
-def test_a_file_holds_whole_named_full_precision_state(saved: Saved) -> None:
+def test_a_file_holds_unsharded_named_full_precision_state(saved: Saved) -> None:
     checkpoint = load(saved.path)
     plain = Lit(RECIPE)
     assert list(checkpoint["state_dict"]) == list(plain.state_dict())

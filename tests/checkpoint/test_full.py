@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.resuming import Resumable, save_at_end
+from checkpoint.resuming import Resumable, save_after_fit, save_at_end
 from helpers.ranks import RankPool, ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import archive, begin, load, rng, shards, tiles
+from lightning_zero.checkpoint import archive, begin, load, locate, rng, shards, tiles
 from lightning_zero.checkpoint import file as file_container
 from lightning_zero.sharding import Group
 
@@ -432,20 +432,14 @@ def edits(rank: int, checkpoint: dict[str, Any]) -> None:
 
 def save_hooked(name: str, path: str, use: Callable[[int, dict[str, Any]], None]) -> str:
     Hooked.use = use
-    trainer = make_trainer(name)
-    trainer.fit(Hooked(RECIPE))
-    try:
-        trainer.save_checkpoint(path)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return save_after_fit(name, RECIPE, Hooked, path)
 
 
 @ranks(2)
 @pytest.mark.parametrize("use", [reads_on_rank_0, reads_everywhere])
 def test_hooks_read_values(pool: RankPool, use: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    assert pool.run_within(20, save_hooked, "zero3", str(path), use) == ["", ""]
+    assert pool.run_within(20, save_hooked, "zero3", str(path), use) == ["saved", "saved"]
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["norms"] == {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
     state = next(iter(checkpoint["optimizer_states"][0]["state"].values()))
@@ -558,22 +552,12 @@ def test_a_failed_save_is_an_error_on_all_ranks_and_changes_nothing(
     assert_same({key.removeprefix("model."): value for key, value in saved.items()}, results[0][1])
 
 
-def save_to(name: str, path: str) -> str:
-    trainer = make_trainer(name)
-    trainer.fit(Resumable(RECIPE))
-    try:
-        trainer.save_checkpoint(path)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
 @ranks(2)
 def test_where_nothing_can_be_written_all_ranks_say_so(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.ckpt").mkdir()
     for path in (tmp_path / "file" / "a.ckpt", tmp_path / "folder.ckpt"):
-        messages = pool.run(save_to, "zero2", str(path))
+        messages = pool.run(save_after_fit, "zero2", RECIPE, Resumable, str(path))
         assert messages[0] == messages[1]
         assert messages[0].startswith(f"could not begin the checkpoint {path}. rank 0: ")
 
@@ -609,6 +593,39 @@ def test_an_object_that_pickles_other_tensors_each_time_is_an_error(tmp_path: Pa
     with pytest.raises(CheckpointError, match="was pickled twice and gave different tensors"):
         save({"fickle": Fickle()}, tmp_path / "a.ckpt")
     assert not files_in(tmp_path)
+
+
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_a_relative_path_is_that_of_the_call(container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a save in the background ends later, when user code may have changed to another folder."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    saving = begin(container, {"a": torch.ones(3)}, locate("a.ckpt"), (), ALONE)
+    assert saving is not None
+    monkeypatch.chdir("elsewhere")
+    saving.write(ALONE)
+    assert files_in(tmp_path) == {"a.ckpt", "elsewhere"}
+    assert torch.equal(load(tmp_path / "a.ckpt", ALONE)["a"], torch.ones(3))
+
+
+def test_where_a_draft_cannot_be_removed_the_error_of_the_save_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is unlocked, so that the next save removes it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError("no")
+
+    saving = begin("full", {"a": torch.ones(3)}, tmp_path / "a.ckpt", (), ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        patch.setattr(file_container.FileSave, "_write", lambda *_: 1 / 0)
+        assert isinstance(saving, file_container.FileSave)
+        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+            saving.write(ALONE)
+    assert len(files_in(tmp_path)) == 1
+    save({}, tmp_path / "b.ckpt")
+    assert files_in(tmp_path) == {"b.ckpt"}
 
 
 def test_long_names(tmp_path: Path) -> None:

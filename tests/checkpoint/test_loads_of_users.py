@@ -8,13 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.resuming import Resumable, SaveAfter
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, Timer
-from strategy.fits import DDP, Fitted, Recipe, assert_same, main_names, make_trainer, observe, state_of
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, StochasticWeightAveraging, Timer
+from strategy.fits import (
+    DDP,
+    Fitted,
+    Recipe,
+    assert_same,
+    assert_same_states,
+    main_names,
+    make_trainer,
+    observe,
+    state_of,
+)
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 RECIPE = Recipe(optimizer="momentum", steps=3)
 
@@ -151,10 +163,26 @@ class Finetuning(BackboneFinetuning):
         super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False)
 
 
+class Unfreezing(BaseFinetuning):
+    """Resumes what it has unfrozen; Lightning's class restores the groups alone, and leaves it frozen."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if len(trainer.optimizers[0].param_groups) > 1:
+            self.make_trainable(pl_module.backbone)
+
+
 class WithBackbone(Resumable):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.backbone = nn.Linear(5, 5)
+        self.backbone = nn.Linear(5, 5, dtype=recipe.dtype)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return super().training_step(batch, index) + self.backbone(torch.ones(5)).square().sum()
@@ -163,15 +191,28 @@ class WithBackbone(Resumable):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def resume_with(strategy: str, path: str, make_callback: Any) -> Fitted:
-    """Saved in the last epoch but one, in which the callback has begun its work."""
+def resume_with(
+    strategy: str, path: str, make_callback: Any, dtype: torch.dtype, rounded: bool = False, **flags: Any
+) -> list[Fitted]:
+    """A whole run, which saves in the last epoch but one, in which the callback has begun its work, and the rest.
+
+    Rounded: the rest begins with 16-bit weights, as other strategies save them.
+    """
+    fits: list[Fitted] = []
     for resume in (None, path):
+        if resume and rounded:
+            if dist.get_rank() == 0:
+                saved = torch.load(path, weights_only=False)
+                saved["state_dict"] = {name: value.to(dtype) for name, value in saved["state_dict"].items()}
+                torch.save(saved, path)
+            dist.barrier()
         callbacks = [make_callback(), *([] if resume else [SaveAfter(8, path)])]
-        trainer = make_trainer(strategy, max_epochs=4, callbacks=callbacks)
-        lit = WithBackbone(Recipe(optimizer="momentum", steps=3, seed=7 if resume else 0))
+        trainer = make_trainer(strategy, max_epochs=4, callbacks=callbacks, **flags)
+        lit = WithBackbone(Recipe(optimizer="momentum", steps=3, seed=7 if resume else 0, dtype=dtype))
         trainer.fit(lit, ckpt_path=resume)
-    assert trainer.global_step == 3 * 4
-    return observe(trainer, lit)
+        assert trainer.global_step == 3 * 4
+        fits.append(observe(trainer, lit))
+    return fits
 
 
 @ranks(2)
@@ -184,9 +225,23 @@ def resume_with(strategy: str, path: str, make_callback: Any) -> Fitted:
 def test_callbacks_resume_in_the_middle_of_their_work(
     pool: RankPool, name: str, make_callback: Any, tmp_path: Path
 ) -> None:
-    expected = pool.run(resume_with, DDP, str(tmp_path / "ddp.ckpt"), make_callback)
-    actual = pool.run(resume_with, name, str(tmp_path / "zero.ckpt"), make_callback)
-    assert_same(actual[0].weights, expected[0].weights)
+    _, expected = pool.run(resume_with, DDP, str(tmp_path / "ddp.ckpt"), make_callback, torch.float32)[0]
+    _, actual = pool.run(resume_with, name, str(tmp_path / "zero.ckpt"), make_callback, torch.float32)[0]
+    assert_same(actual.weights, expected.weights)
+
+
+@ranks(2)
+@main_names
+def test_16_bit_weights_that_were_unfrozen_keep_their_masters(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """A resumed run knows only after it has loaded the weights that an optimizer has them."""
+    options = Unfreezing, torch.bfloat16
+    whole, resumed = pool.run(resume_with, name, str(tmp_path / "it.ckpt"), *options, precision="bf16-mixed")[0]
+    assert resumed.weights["backbone.weight"].dtype == torch.float32
+    assert_same(resumed.weights, whole.weights)
+    assert_same_states(resumed.optimizer_states[0], whole.optimizer_states[0])
+    _, other = pool.run(resume_with, name, str(tmp_path / "it.ckpt"), *options, True, precision="bf16-mixed")[0]
+    states = other.optimizer_states[0].values()
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
 
 
 def time_out(strategy: str, path: str) -> int:

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.remote import Shared, register
 from checkpoint.resuming import Resumable, run, save_at_end
-from checkpoint.test_full import ALONE, RECIPE, assert_same_files
+from checkpoint.test_full import ALONE, RECIPE, assert_same_files, files_in
 from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
 from lightning import Trainer
+from lightning.fabric import Fabric
 from strategy.fits import Fitted, Recipe, assert_same, make_trainer
+from torch import nn
 
 import lightning_zero
-from lightning_zero import CheckpointError
+from lightning_zero import CheckpointError, ZeroFabricStrategy
 from lightning_zero.checkpoint import begin, load, locate, shards
 from lightning_zero.checkpoint.commit import METADATA
+from lightning_zero.checkpoint.folder import FolderSave
 from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding.memory_format import MemoryFormat
@@ -94,7 +98,7 @@ def write(form: str, tree: dict[str, Any], path: str) -> None:
 def cut() -> Iterator[type[Shared]]:
     """The file system, for a test that cuts the connection."""
     yield Shared
-    Shared.room = None
+    Shared.room = Shared.unanswered = None
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -124,6 +128,40 @@ def test_a_connection_that_is_cut_anywhere_leaves_the_older_one(form: str, tmp_p
     assert {each.name for each in tmp_path.iterdir()} == {"last.ckpt", "counted.ckpt"}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_save_that_got_no_answer_is_whole(form: str, tmp_path: Path, cut: type[Shared]) -> None:
+    """Its last object has arrived, but it cannot know that."""
+    path = tmp_path / "last.ckpt"
+    older, newer = ({"state_dict": {"w": torch.full((300,), n)}, "epoch": n} for n in (0.0, 1.0))
+    write(form, older, url(path))
+    cut.unanswered = METADATA if form == "sharded" else path.name
+    with pytest.raises(CheckpointError, match="no answer came"):
+        write(form, newer, url(path))
+    cut.unanswered = None
+    assert_equal_trees(load(locate(url(path)), ALONE), newer)
+    write(form, older, url(path))
+    assert form == "full" or sum(each.is_dir() for each in path.iterdir()) == 1  # nothing stays of the others
+
+
+def test_a_save_that_another_one_has_overtaken_fails(tmp_path: Path) -> None:
+    """Two runs save to one URL; the one that ends first removes the files of the other."""
+    path = tmp_path / "last.ckpt"
+    slow, fast = ({"state_dict": {"w": torch.full((300,), n)}} for n in (0.0, 1.0))
+    complete = FolderSave._complete
+
+    def overtaken(save: FolderSave, written: Any) -> None:
+        patch.undo()
+        write("sharded", fast, url(path))
+        complete(save, written)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderSave, "_complete", overtaken)
+        with pytest.raises(CheckpointError, match=r"no longer has .*another run"):
+            write("sharded", slow, url(path))
+    assert_equal_trees(load(locate(url(path)), ALONE), fast)
+    assert sum(each.is_dir() for each in path.iterdir()) == 1
+
+
 def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
     path, weights = tmp_path / "large.ckpt", torch.randn(1 << 20)
     transposed = torch.randn(300, 200).t()
@@ -143,6 +181,31 @@ def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
     assert torch.equal(found["t"], transposed)
 
 
+def test_tensors_with_gaps_are_saved_again(tmp_path: Path) -> None:
+    columns, rows = torch.randn(300, 500)[:, :200], torch.randn(300).expand(200, 300)
+    torch.save(tree := {"state_dict": {"columns": columns, "rows": rows}}, tmp_path / "a.ckpt")
+    for form in FORMS:
+        write(form, load(locate(url(tmp_path / "a.ckpt")), ALONE), url(tmp_path / form))
+        assert_equal_trees(load(locate(url(tmp_path / form)), ALONE), tree)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_user_code_keeps_of_a_replaced_checkpoint(form: str, tmp_path: Path) -> None:
+    """It is read before it is replaced; what nobody keeps is not."""
+    path = url(tmp_path / "last.ckpt")
+    best, weights = torch.randn(1 << 17), torch.randn(1 << 20)
+    write(form, {"state_dict": {"w": weights, "v": weights}, "best": {"w": best, "v": best[1:]}}, path)
+    found = load(locate(path), ALONE, checksums=False)
+    kept, unsaved = found["best"]["w"], found["best"]["v"]
+    del found
+    Shared.read = 0
+    for _ in range(2):
+        write(form, {"state_dict": {"w": weights}, "best": {"w": kept}}, path)
+    assert Shared.read < weights.nbytes
+    assert torch.equal(unsaved, best[1:])
+    assert_equal_trees(load(locate(path), ALONE), {"state_dict": {"w": weights}, "best": {"w": best}})
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_damage_is_found_and_named(form: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -160,8 +223,17 @@ def test_what_is_there_already_is_not_taken_for_a_checkpoint(tmp_path: Path) -> 
     (tmp_path / "folder" / "inside").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="file is a file; remove it"):
         write("sharded", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "file"))
-    with pytest.raises(CheckpointError, match="folder is a folder; remove it"):
-        write("full", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "folder"))
+    for form in FORMS:
+        with pytest.raises(CheckpointError, match="folder is a folder; remove it"):
+            write(form, {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "folder"))
+    (tmp_path / "killed" / "0123456789abcdef").mkdir(parents=True)  # of a save that never became complete
+    for name in ("logs/0123", "notes.txt"):
+        write("sharded", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "killed"))
+        (tmp_path / "killed" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "killed" / name).write_text("the user's")
+    write("sharded", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "killed"))
+    assert {"logs", "notes.txt"} < {each.name for each in (tmp_path / "killed").iterdir()}
+    assert sum(each.is_dir() for each in (tmp_path / "killed").iterdir()) == 2
     with pytest.raises(FileNotFoundError):
         load(locate(url(tmp_path / "nothing.ckpt")), ALONE)
     (tmp_path / "begun" / "0123").mkdir(parents=True)
@@ -208,3 +280,23 @@ def test_a_rank_that_fails_fails_the_save_on_all(form: str, pool: RankPool, tmp_
     for said in pool.run(cut_on_one_rank, strategy, url(tmp_path / "a.ckpt"), 0 if form == "full" else 1):
         assert "the connection was cut" in said
     assert not (tmp_path / "a.ckpt" / METADATA).exists()
+
+
+def saved_under_own_names(folder: str) -> None:
+    """Each rank gives another name, as with a metric in it that the ranks do not share."""
+    register()
+    name = f"{folder}/%s-{dist.get_rank()}.ckpt"
+    trainer = make_trainer({"stage": 2, "checkpoint_format": "sharded"})
+    trainer.fit(Resumable(RECIPE))
+    trainer.save_checkpoint(name % "trainer")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabricStrategy(2, checkpoint_format="sharded"))
+    fabric.launch()
+    fabric.save(name % "fabric", {"state_dict": fabric.setup(nn.Linear(8, 8))})
+
+
+@ranks(2)
+def test_all_ranks_write_under_the_name_that_rank_0_gives(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(saved_under_own_names, url(tmp_path))
+    assert files_in(tmp_path) == {"trainer-0.ckpt", "fabric-0.ckpt"}
+    for name in files_in(tmp_path):
+        assert all(value.isfinite().all() for value in load(tmp_path / name, ALONE)["state_dict"].values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -21,13 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint.resuming import Global, Resumable, run, save_at_end
-from checkpoint.test_full import ALONE, RECIPE, files_in
+from checkpoint.resuming import Global, Resumable, run, save_after_fit, save_at_end
+from checkpoint.test_full import ALONE, RECIPE, Derived, files_in
 from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 from strategy.fits import Fitted, Recipe, assert_same, make_trainer
@@ -38,10 +40,10 @@ from typer.testing import CliRunner, Result
 
 import lightning_zero
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import begin, load
+from lightning_zero.checkpoint import begin, commit, load
 from lightning_zero.checkpoint import folder as folder_container
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
-from lightning_zero.checkpoint.commit import META, METADATA, Draft, recover, recover_all, remove_leftovers
+from lightning_zero.checkpoint.commit import META, METADATA, Draft, recover, recover_all, remove, remove_leftovers
 from lightning_zero.checkpoint.tiles import TILE
 from lightning_zero.cli import app
 from lightning_zero.integration.names import STRATEGIES
@@ -533,7 +535,9 @@ def save_apart(strategy: Any, path: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda self: is_dir(self) and (own in self.parents or self == own))
         patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
-        trainer.save_checkpoint(own / "a.ckpt")
+        own.mkdir()
+        patch.chdir(own)
+        trainer.save_checkpoint("a.ckpt")  # all ranks save under the path that rank 0 gives
     return warned
 
 
@@ -666,19 +670,99 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- temporary names
 
 
+def draft_over_older(path: Path) -> tuple[Draft, Path]:
+    """A complete draft, and the older checkpoint beside its name: the save is between two renames."""
+    draft, aside = Draft(path, folder=True), commit._temporary_name(path)
+    aside.mkdir()
+    for folder, age in (draft.temporary, 0), (aside, 9):
+        for name in (METADATA, META):
+            (folder / name).write_text(f"of age {age}")
+        os.utime(folder / META, (1e9 - age, 1e9 - age))
+    return draft, aside
+
+
 def test_a_draft_that_is_written_is_nobodys_to_take(tmp_path: Path) -> None:
     """It is complete, and locked: a load or a save beside it leaves it alone."""
     path = tmp_path / "a.ckpt"
-    draft = Draft(path, folder=True)
-    for name in (".metadata", "meta.pt"):
-        (draft.temporary / name).write_bytes(b"")
+    draft, _ = draft_over_older(path)
     recover(path)
+    assert not path.exists()  # or the save could not take the name
     remove_leftovers(tmp_path)
     assert not path.exists()
     draft.complete()
     draft.close()
     assert files_in(path) == {".metadata", "meta.pt"}
+    assert (path / META).read_text() == "of age 0"
     assert files_in(tmp_path) == {"a.ckpt"}
+
+
+@pytest.mark.parametrize("order", ["lists, then renames", "renames, then lists", "one", "no locks"])
+def test_the_newest_complete_draft_gets_its_name(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another rank is first between this one's look at the name and its renaming."""
+    path, drafts = tmp_path / "a.ckpt", commit._drafts
+    draft, _ = draft_over_older(path)
+    os.close(draft.file)  # as when its process dies
+
+    def listed(folder: Path) -> list[Path]:
+        monkeypatch.undo()
+        before = drafts(folder)
+        recover(path)  # by the other rank
+        return before if order == "lists, then renames" else drafts(folder)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if order == "no locks":
+        monkeypatch.setattr(commit.fcntl, "flock", refuse)
+    elif order != "one":
+        monkeypatch.setattr(commit, "_drafts", listed)
+    recover(path)
+    assert (path / META).read_text() == "of age 0"
+    assert not (path / "lock").exists()
+
+
+@pytest.mark.parametrize("moment", ["before it is renamed", "between its two renames"])
+def test_a_save_ends_well_if_a_reader_recovers_its_draft_where_there_are_no_locks(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = tmp_path / "a.ckpt", Path.rename
+    draft, aside = draft_over_older(path)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    def renamed(source: Path, target: Path) -> Path:
+        moved = rename(source, target)
+        if source == path:
+            monkeypatch.setattr(Path, "rename", rename)
+            recover(path)
+        return moved
+
+    monkeypatch.setattr(commit.fcntl, "flock", refuse)
+    if moment == "before it is renamed":
+        recover(path)
+    else:
+        aside.rename(path)
+        monkeypatch.setattr(commit, "_exchange", lambda *_: False)
+        monkeypatch.setattr(Path, "rename", renamed)
+    draft.complete()
+    draft.close()
+    assert (path / META).read_text() == "of age 0"
+
+
+def test_what_is_being_removed_is_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    draft, aside = draft_over_older(path)
+    shutil.rmtree(aside)
+    draft.complete()
+    draft.close()
+    monkeypatch.setattr(commit, "_remove", lambda _: None)  # as when its process dies
+    remove(path)
+    monkeypatch.undo()
+    recover(path)
+    assert not path.exists()
+    remove_leftovers(tmp_path)
+    assert not files_in(tmp_path)
 
 
 def test_a_complete_leftover_gets_its_name(tmp_path: Path) -> None:
@@ -740,25 +824,49 @@ def test_what_user_code_keeps_of_a_replaced_checkpoint(pool: RankPool, tmp_path:
     assert not torch.equal(found["teacher"][name], found["state_dict"][name])
 
 
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_two_loads_of_a_path_are_two_checkpoints(container: str, tmp_path: Path) -> None:
+    """If another one has replaced the first in between: their tensors have the same numbers."""
+
+    def write(form: str, path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        save = begin(form, {"state_dict": weights}, path, (), ALONE)
+        assert save is not None
+        save.write(ALONE)
+        return load(path, ALONE)["state_dict"]
+
+    values = torch.zeros(9), torch.ones(9)
+    first, second = (write("sharded", tmp_path / "a.ckpt", {"w": value})["w"] for value in values)
+    both = {"first": first, "second": second, "tied": second}
+    found = write(container, tmp_path / "both.ckpt", both)
+    assert_equal_trees(found, {"first": values[0], "second": values[1], "tied": values[1]})
+
+
 class Renames(Resumable):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["model"] = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()}
 
 
-def save_renamed(strategy: Any, path: str) -> str:
-    trainer = make_trainer(strategy)
-    trainer.fit(Renames(RECIPE))
-    try:
-        trainer.save_checkpoint(path)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+@ranks(2)
+def test_an_entry_with_the_name_of_the_weights_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    messages = pool.run(save_after_fit, sharded("zero3"), RECIPE, Renames, str(tmp_path / "a.ckpt"))
+    assert all("entry 'model' has a name that a folder needs" in message for message in messages)
+    assert not files_in(tmp_path)
+
+
+class Unpicklable(Resumable):
+    """Its extra state cannot be saved."""
+
+    def get_extra_state(self) -> Callable[[], None]:
+        return lambda: None
 
 
 @ranks(2)
-def test_an_entry_with_the_name_of_the_weights_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    messages = pool.run(save_renamed, sharded("zero3"), str(tmp_path / "a.ckpt"))
-    assert all("entry 'model' has a name that a folder needs" in message for message in messages)
+@pytest.mark.parametrize("io", [[], [Derived()]], ids=["a folder", "a writer of the user's"])
+def test_what_cannot_be_pickled_is_an_error_on_all_ranks(
+    pool: RankPool, io: list[TorchCheckpointIO], tmp_path: Path
+) -> None:
+    messages = pool.run(save_after_fit, sharded("zero3"), RECIPE, Unpicklable, str(tmp_path / "a.ckpt"), plugins=io)
+    assert all("rank 0: AttributeError: Can't pickle" in message for message in messages)
     assert not files_in(tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_a_file_that_is_not_written_is_not_named(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankPool) -> None:
-    command = [sys.executable, "-P", "-m", "lightning_zero.cli", "config", "--gpus", "2"]
+    command = [sys.executable, "-P", "-m", "lightning_zero.cli", "config", "--gpus", "2", "--set", "n_layer=4"]
     with Terminal(command, tmp_path) as terminal:
         terminal.answer("Which GPU?", DOWN + ENTER)
         terminal.answer("How many machines?")
@@ -136,6 +136,14 @@ def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankP
         terminal.answer("is not a size", CLEAR + "64GB" + ENTER)
         terminal.answer("A folder on a local disk")
         terminal.answer("In which precision?", DOWN + ENTER)
+        terminal.answer("What is the model?")
+        terminal.answer("How many parameters?", CLEAR + "2e6" + ENTER)
+        terminal.answer("How many layers?", CLEAR + "4" + ENTER)
+        terminal.answer("How wide are they?", CLEAR + "32" + ENTER)
+        terminal.answer("rank takes at once?", CLEAR + "2" + ENTER)
+        terminal.answer("Tokens of an example", "16" + ENTER)
+        terminal.answer("Compute layers again")
+        terminal.expect("--set needs --model")  # asked again, without it
         terminal.answer("What is the model?")
         terminal.answer("How many parameters?", CLEAR + "2e6" + ENTER)
         terminal.answer("How many layers?", CLEAR + "4" + ENTER)

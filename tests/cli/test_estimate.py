@@ -241,6 +241,14 @@ class Mixed(Plain):
         self.tied.weight = self.lin.weight
         self.empty = nn.Parameter(torch.zeros(0))
         self.register_buffer("count", torch.zeros(10, dtype=torch.int64))
+class Example(Plain):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = (torch.zeros(2, 4), torch.zeros(2, 1))
+    def forward(self, x, scale): return self.lin(x) * scale
+    def training_step(self, batch):
+        x, scale, target = batch
+        return ((self(x, scale) - target) ** 2).mean()
 """
 FILES = {
     "odd_models.py": MODELS.encode(),
@@ -355,6 +363,13 @@ def test_models_that_are_odd_and_right() -> None:
     mixed = found(f"{model} --precision 32-true --gpus 1 --nodes 3")
     assert (mixed["model"]["parameters"], mixed["choices"][0]["fits"]) == (4 * 4 + 4, True)
     assert mixed["choices"][0]["python"].endswith("devices=1, num_nodes=3)")
+
+
+@pytest.mark.usefixtures("odd_files")
+def test_an_example_input_array_goes_to_forward_with_the_batch_that_is_asked_for() -> None:
+    model = found("--model odd_models:Example --batch 16 --gpu h100")["model"]
+    assert model["activation_bytes"] > 0
+    assert model["note"] == "traced on 16x4, 16x1"
 
 
 def test_sizes_and_gpus() -> None:

@@ -106,9 +106,20 @@ def test_memory_nodes_and_pages(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has process_vm_readv")
 def test_what_keeps_ranks_from_reading_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_ZERO_CMA", raising=False)
-    for mode, expected in [("0", "yes"), ("1", "yes"), ("2", "no: kernel.yama.ptrace_scope=2, so only root may")]:
-        root = write(tmp_path, {"proc/sys/kernel/yama/ptrace_scope": f"{mode}\n"})
-        assert read_machine(root, ops).cross_memory == expected
+    some = "no: kernel.yama.ptrace_scope=2, so only processes with CAP_SYS_PTRACE may, such as those of root"
+    none, root = "no: kernel.yama.ptrace_scope=3, so no process may", tmp_path
+    for mode, capabilities, expected in [
+        ("0", 0, "yes"),
+        ("1", 0, "yes"),
+        ("2", 0xFFFF, some),
+        ("2", 1 << 19, "yes"),
+        ("3", 1 << 19, none),
+    ]:
+        files = {
+            "proc/sys/kernel/yama/ptrace_scope": f"{mode}\n",
+            "proc/self/status": f"CapPrm:\t{1 << 19:016x}\nCapEff:\t{capabilities:016x}\n",
+        }
+        assert read_machine(write(root, files), ops).cross_memory == expected
     assert read_machine(root).cross_memory == "unknown"
     refused = Mock(side_effect=PermissionError(1, "Operation not permitted"))
     monkeypatch.setattr("lightning_zero.ops.processes.read_memory", refused)

@@ -731,9 +731,11 @@ def test_betas_of_other_optimizers_are_their_own(betas: Any) -> None:
         build_optimizers(optimizer, OmegaConf.create(), [torch.nn.Parameter(torch.zeros(2))], 10)
 
 
-def test_fabric_has_no_strategy_that_chooses(composed: Compose) -> None:
+def test_fabric_refuses_what_it_cannot_do(composed: Compose) -> None:
     with pytest.raises(ConfigError, match="strategy='zero_auto' works with the Trainer, which shows it the module"):
         build_fabric(composed("strategy=auto"))
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=0 must be at least 1"):
+        build_fabric(overridden(composed(), "trainer.accumulate_grad_batches=0"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
@@ -225,6 +226,26 @@ def test_the_peak_on_the_device_falls_as_a_trace_says(device: torch.device) -> N
     assert peaks[0] - peaks[1] > 1500 * KIB
     for number in (1, 2):
         assert peaks[0] - peaks[number] == pytest.approx(traces[0].peak - traces[number].peak, rel=0.02)
+
+
+@pytest.mark.device("lazy")
+def test_a_forward_that_fails_frees_what_a_backward_may_still_read(device: torch.device) -> None:
+    def loss_of(x: Tensor) -> Tensor:
+        return x.sin().exp().square().tanh().sum()
+
+    x = torch.rand(64, 64, device=device, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss_of(x), x)
+    offload, copies = make_offload(device, ActivationLimits(0))
+    with contextlib.suppress(InterruptedError), offload.saving():
+        loss = loss_of(x)
+        before = torch.accelerator.memory_allocated()
+        raise InterruptedError
+    assert before - torch.accelerator.memory_allocated() == sum(copies.saved)
+    others = [torch.full_like(x, 7.0) for _ in copies.saved]  # in the memory that was freed
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+    assert all(bool((other == 7).all()) for other in others)
 
 
 @pytest.mark.device

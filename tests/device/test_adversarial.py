@@ -36,6 +36,7 @@ from lightning_zero.checkpoint.state import (
     module_state_dict,
     optimizer_state_dict,
 )
+from lightning_zero.engine import ActivationLimits
 from lightning_zero.sharding import Mesh
 from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
 from lightning_zero.update import DynamicLossScaler
@@ -47,6 +48,7 @@ LEAST_RATE = 1e-3
 WINDOW = 3  # steps without an overflow, after which the loss scale grows: long runs would end at the smallest one
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 CLIPPED = (0.0, 0.01, 0.5, 1.0)  # of the steps
+LIVE = (None, 0, 400, 800)  # elements of unsharded units: a block has 349 or 391, the rest of a model 174
 POINTS = 20  # of a backward, that hooks see: more than there are
 
 
@@ -66,6 +68,8 @@ class Drawn:
     breaks: float  # of the micro-batches, in a backward
     shards: int  # ranks that share a shard group
     reads: bool  # user code reads parameters after steps; otherwise several ranks gather them when they are needed
+    activations: ActivationLimits | None  # that rest in host memory, where work overlaps
+    max_live_numel: int | None
 
     @classmethod
     def by(cls, seed: int, ranks: int = 1) -> Drawn:
@@ -96,7 +100,9 @@ class Drawn:
         reads = draw.random() < 0.5
         sums, host_params = host and draw.random() < 0.3, stage == 3 and not host and draw.random() < 0.5
         case = dataclasses.replace(case, sums=sums, host_params=host_params)
-        return cls(case, clipped, overflows, fails, alternates, breaks, shards, reads)
+        activations = draw.choice([None, ActivationLimits(0, 0), ActivationLimits(200, 2000)])
+        live = draw.choice(LIVE) if stage == 3 else None
+        return cls(case, clipped, overflows, fails, alternates, breaks, shards, reads, activations, live)
 
     def flagged(self, step: int, micro: int, rank: int) -> bool:
         """Where backwards fail, they do so on all ranks alike."""
@@ -255,14 +261,15 @@ class Training:
         # One of its own, as each fit has: ranks tell engines by their numbers among those of a mesh.
         self._mesh = Mesh.create(self._drawn.shards) if self._ranks > 1 else Mesh.single()
         self._scaler = DynamicLossScaler(init_scale=2.0**17, window=WINDOW) if case.overflow else None
-        options = {"mesh": self._mesh, "scaler": self._scaler, **self._options}
+        options = {"mesh": self._mesh, "scaler": self._scaler, "max_live_numel": self._drawn.max_live_numel}
+        options |= {"activations": self._drawn.activations if self._executor.overlaps else None, **self._options}
         self.session = start(case, self._executor, self._device, **options)
 
     def _save(self) -> None:
         engine = self.session.engine
         self._saved = copy.deepcopy({
             "weights": module_state_dict(engine),
-            "optimizers": [optimizer_state_dict(engine, updater) for updater in engine.updaters],  # type: ignore[arg-type]
+            "optimizers": [optimizer_state_dict(engine, updater) for updater in engine.updaters],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         })  # fmt: skip
 
@@ -275,7 +282,7 @@ class Training:
         engine = self.session.engine
         load_module_state_dict(engine, self._saved["weights"])
         for updater, state in zip(engine.updaters, self._saved["optimizers"], strict=True):
-            load_optimizer_state_dict(engine, updater, state)  # type: ignore[arg-type]
+            load_optimizer_state_dict(engine, updater, state)
         if self._scaler is not None:
             self._scaler.load_state_dict(self._saved["scaler"])
 
@@ -384,10 +391,13 @@ def test_overlapped_is_inline_whatever_happens(device_pool1: DevicePool, device_
             did += pool.run(compare, seed, STEPS, pool.where.type)[0]
             drawn = Drawn.by(seed, pool.world_size)
             settings.update([f"zero{drawn.case.stage}", "alternates" if drawn.alternates else "", drawn.case.model])
+            settings.update(["activations"] if drawn.activations else [])
+            settings.update([] if drawn.max_live_numel is None else ["max_live_numel"])
         print(dict(did), dict(settings))
         for what in ("failed", "read", "clipped", "overflowed", "saved", *BROKEN):  # all of it has happened
             assert did[what], (pool.world_size, what)
-        assert all(settings[what] for what in ("zero0", "zero1", "zero2", "zero3", "alternates", "optional"))
+        drawn_all = ("zero0", "zero1", "zero2", "zero3", "alternates", "optional", "activations", "max_live_numel")
+        assert all(settings[what] for what in drawn_all)
 
 
 def run_longer(

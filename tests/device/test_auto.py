@@ -19,7 +19,7 @@ pytestmark = pytest.mark.simulated
 
 def fit(memory: int, micro_batches: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """The choice with so many MiB of the device, and the weights after a step with it and with the same by name."""
-    auto = Assumed(device_memory_gb=memory / 2**10)
+    auto = Assumed(device_memory_gb=memory / 2**10, max_in_flight_mb=0.0)
     trained = []
     for number in range(2):
         strategy = ZeroStrategy(**options_of(auto)) if number else auto
@@ -33,13 +33,10 @@ def fit(memory: int, micro_batches: int) -> tuple[dict[str, Any], list[dict[str,
 
 
 @pytest.mark.device("lazy")
-@pytest.mark.parametrize(
-    ("memory", "micro_batches", "part"), [(14, 1, 0.25), pytest.param(12, 4, 0.5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("memory", "micro_batches", "part"), [(14, 1, 0.25), (9, 4, 0.75)])
 def test_what_does_not_fit_the_device_goes_to_the_host(
     device_pool2: DevicePool, memory: int, micro_batches: int, part: float
 ) -> None:
     for options, (found, expected) in device_pool2.run(fit, memory, micro_batches):
         assert (options["offload_optimizer"], options["offload_fraction"]) == ("cpu", part)
-        assert options["accumulate_on_device"] == (micro_batches > 1)
         assert_same(found, expected)

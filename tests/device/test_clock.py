@@ -63,10 +63,10 @@ def test_the_packages_clock_waits_for_the_end_of_a_span(device: torch.device) ->
 def test_a_log_ends_when_the_device_has_reached_its_marks(device: torch.device) -> None:
     """Also those of a stream that comes before the one that computes."""
     log, side = WorkLog(), torch.Stream(device=device)
-    log.start(device, "forward")
+    recording = log.start(device, "forward")
     with side, log.work("h2d", "a copy", on_device=True):
         torch.zeros(MIB, device=device)
-    assert {span.track for span in log.stop()} == {"h2d", "training"}
+    assert {span.track for span in recording.stop()} == {"h2d", "training"}
 
 
 @pytest.mark.device

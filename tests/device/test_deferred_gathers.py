@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +20,12 @@ from engine import driver
 from engine.driver import Session
 from helpers import models
 from helpers.ranks import RankPool
-from lightning import Callback
+from lightning import Callback, LightningDataModule
+from lightning.pytorch.callbacks import LearningRateFinder
 from strategy.fits import Lit, Recipe, fit, make_trainer, state_of
 from torch import Tensor
 
+from lightning_zero.callbacks import Breakdown
 from lightning_zero.sharding import BucketState, Mesh
 from lightning_zero.sharding.pending import PendingParameter
 from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
@@ -209,13 +214,27 @@ class Reader(Callback):
         pl_module.note("batch end")
 
 
-def fit_penalized(accelerator: str, reader: bool) -> tuple[dict[str, Tensor], list[Any]]:
-    flags: dict[str, Any] = {"callbacks": [Reader()]} if reader else {}
-    recipe = Recipe(steps=4, optimizer="momentum")
+class ReadingData(LightningDataModule):
+    """Reads before every step."""
+
+    def __init__(self, lit: Penalized) -> None:
+        super().__init__()
+        self.lit = lit
+        self.train_dataloader, self.val_dataloader = lit.train_dataloader, lit.val_dataloader
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.lit.note("batch")
+        return batch
+
+
+def fit_penalized(accelerator: str, reader: str) -> tuple[dict[str, Tensor], list[Any]]:
+    flags: dict[str, Any] = {"callbacks": [Reader()]} if reader == "callback" else {}
+    lit = Penalized(Recipe(steps=4, optimizer="momentum"))
     options = {"val_check_interval": 2, "limit_val_batches": 1, "max_epochs": 2, "num_sanity_val_steps": 0}
     strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
-    fitted = fit(strategy, recipe, Penalized, accelerator=accelerator, **options, **flags)
-    return fitted.weights, fitted.notes
+    trainer = make_trainer(strategy, accelerator=accelerator, **options, **flags)
+    trainer.fit(lit, datamodule=ReadingData(lit) if reader == "data" else None)
+    return state_of(trainer), lit.notes
 
 
 @pytest.mark.simulated
@@ -224,7 +243,7 @@ def test_hooks_and_training_steps_see_what_they_see_without_overlap(
     device_pool2: DevicePool, rank_pools: Callable[..., RankPool]
 ) -> None:
     """And only a hook that may read after every step costs the gathers under forward."""
-    for reader in (False, True):
+    for reader in ("", "callback", "data"):
         expected = rank_pools(2).run(fit_penalized, "cpu", reader)
         for (weights, notes), (own, seen) in zip(
             device_pool2.run(fit_penalized, sim.DEVICE, reader), expected, strict=True
@@ -234,6 +253,19 @@ def test_hooks_and_training_steps_see_what_they_see_without_overlap(
             assert deferred == [float(not reader and index not in (0, 2, 4, 6)) for index in range(8)]
             for (where, values), (_, wanted) in zip(notes, seen, strict=True):
                 assert where == "deferred" or values == pytest.approx(wanted, rel=1e-12)
+
+
+def fit_after_a_search(folder: str) -> None:
+    strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
+    search = LearningRateFinder(num_training_steps=2, update_attr=False)
+    fit(strategy, Recipe(), Penalized, accelerator=sim.DEVICE, callbacks=[search], default_root_dir=folder)
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_hooks_read_in_a_search_for_a_learning_rate(device_pool2: DevicePool, tmp_path: Path) -> None:
+    """It replaces the callbacks of the Trainer while it trains."""
+    device_pool2.run(fit_after_a_search, str(tmp_path))
 
 
 def fit_with_persistent(accelerator: str) -> dict[str, Tensor]:
@@ -327,3 +359,16 @@ def test_units_that_are_held_are_gathered_before_those_of_the_lane(device_pool2:
     for make in (Late, StreamExecutor):
         for actual, wanted in zip(device_pool2.run(holds_the_first_units, make), expected, strict=True):
             assert all(map(torch.equal, actual, wanted))
+
+
+def copies_after_a_fit() -> list[int]:
+    trainer = make_trainer("zero2", accelerator=sim.DEVICE, callbacks=[Breakdown(skip_steps=1)], limit_train_batches=3)
+    trainer.fit(Lit(Recipe()))
+    trainer.strategy.release()
+    return [made.global_step for made in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer)))]
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_a_trainer_is_copied_and_pickled_after_a_fit_whose_gathers_were_deferred(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(copies_after_a_fit) == [[3, 3]] * 2

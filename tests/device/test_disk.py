@@ -119,6 +119,29 @@ def test_parameters_are_fetched_when_nobody_else_reads_them(
 
 
 @pytest.mark.device("lazy")
+def test_masters_are_gathered_when_nobody_else_reads_them(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, seen = Held(device), list[bool]()
+    session = start(Case(2, precision=BF16, disk=tmp_path), executor, device)
+    bucket, shadow = session.engine.buckets[0], session.engine.make_shadow()
+    assert len(shadow.shards) == len(session.engine.buckets)  # and what they begin with has come
+    executor.word = f"the second values of {bucket.name}"
+    shadow.update(follow)
+    read = bucket.master.read
+
+    def noted(start: int, stop: int) -> torch.Tensor:
+        seen.append(executor.gate.is_set())
+        return read(start, stop)
+
+    monkeypatch.setattr(bucket.master, "read", noted)
+    threading.Timer(0.3, executor.gate.set).start()
+    bucket.gather_master()
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.device("lazy")
 def test_no_tile_is_let_go_that_an_update_writes(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 import lightning_zero
 from lightning_zero.checkpoint.state import load_module_state_dict, module_state_dict
 from lightning_zero.sharding import BucketState, Group, Mesh
-from lightning_zero.storage import InlineExecutor, StreamExecutor
+from lightning_zero.storage import InlineExecutor, Lane, StreamExecutor
 from lightning_zero.update import make_updater
 from lightning_zero.update.native import MasterLayout
 
@@ -38,7 +38,7 @@ def evaluate(session: Session, device: torch.device) -> Tensor:
 def load_all(session: Session, first: float = -1.0, last: float = 1.0) -> None:
     for bucket in session.engine.buckets:
         for index, parameter in enumerate(bucket.parameters):
-            bucket.load(index, torch.linspace(first, last, parameter.numel()).view(parameter.shape))
+            bucket.load({index: torch.linspace(first, last, parameter.numel()).view(parameter.shape)})
 
 
 @pytest.mark.device("lazy")
@@ -143,7 +143,7 @@ def ask_in_turn() -> list[tuple[str, list[str]]]:
                 time.sleep(0.05)
                 order.append("lane")
 
-            mesh.submit(executor, job, "a")
+            mesh.submit(executor, job, Lane.COMM, "a")
             ask(group)
             order.append("training")
             found.append((name, order))

@@ -196,7 +196,8 @@ def test_the_rank_reports_what_takes_the_memory_and_the_other_ends_with_its_erro
     assert PHASES[phase][0] in ended.functions
     report = ended.printed
     assert report.count("Rank 1 is out of memory.") == report.count("Memory of rank 1") == 1
-    remedy = "strategy.max_live_numel=0" if name == "zero3_offload" else "strategy=zero3_offload"
+    # At `zero3_offload` the most memory is taken when all gradients of this small model are reduced beside backward.
+    remedy = "strategy.max_in_flight_mb=0" if name == "zero3_offload" else "strategy=zero3_offload"
     for text in ("optimizer state", "peak of a step", remedy, "accumulate_grad_batches=2"):
         assert text in report
     assert "out of memory" not in other.printed

@@ -232,7 +232,7 @@ class User:
 
     def _load(self) -> None:
         bucket, values = self._session.engine.buckets[0], next(self._session.model.parameters())
-        bucket.load(bucket.index[id(values)], torch.full(values.shape, 0.25))
+        bucket.load({bucket.index[id(values)]: torch.full(values.shape, 0.25)})
 
     def _edit(self) -> None:
         engine, parameter = self._session.engine, next(self._session.model.parameters())
@@ -241,18 +241,19 @@ class User:
             parameter.mul_(1.25)
 
 
-def train(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
+def train(case: Case, executor: Executor, device: torch.device, mesh: Mesh | None = None) -> list[Tensor]:
     """All that training leaves, and what user code has seen."""
-    session = start(case, executor, device)
+    mesh = mesh or Mesh.single()
+    session = start(case, executor, device, mesh=mesh)
     user = User(case, session)
     shadow = session.engine.make_shadow(DeviceStore(device) if case.stage == 1 else None)
     draw, optimizers = random.Random(case.seed), [updater.optimizer for updater in session.engine.updaters]
-    for micro in models.make_batches(STEPS, case.micro, 1, flagged=models.by_turns):
+    for micro in models.make_batches(STEPS, case.micro, mesh.world.size, flagged=models.by_turns):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for index, (batch,) in enumerate(micro, start=1):
+        for index, batches in enumerate(micro, start=1):
             with session.engine.forward_context():
-                loss = models.next_token_loss(session.model, batch.to(device))
+                loss = models.next_token_loss(session.model, batches[mesh.world.rank].to(device))
             driver.backward(session.engine, loss, last=index == len(micro))
             user.after_backward(index == len(micro))
         for optimizer in optimizers:

@@ -22,7 +22,6 @@ from lightning_zero.callbacks import EMA
 from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import Executor, make_executor
-from lightning_zero.storage.streams import DEFAULT_BYTES, STAGING_BYTES
 
 pytestmark = pytest.mark.simulated
 
@@ -88,7 +87,9 @@ def measure(
         options = options | {"accumulate_on_device": part == "sums"}
         if in_backward:
             options = options | {"update_in_backward": True, "skip_nonfinite": False}
-        strategy = ZeroStrategy(**options, bucket_size_mb=2.0, prefetch_mb=2.1, check_steps=1, overlap=overlap)
+        # So little is in flight that a step reaches the limit, also where Lightning waits between two micro-batches.
+        sizes = {"bucket_size_mb": 2.0, "prefetch_mb": 2.1, "max_in_flight_mb": 1.1}
+        strategy = ZeroStrategy(**options, **sizes, check_steps=1, overlap=overlap)
         # Gradients are clipped in every step: a plan expects it.
         clip = None if in_backward else 1e-6
         micro = MICRO if clips == "norm" else 1  # whose sum would be fp32 anyhow
@@ -106,10 +107,9 @@ def measure(
     return figures
 
 
-def make_late(device: torch.device, overlap: bool, staging_bytes: int = STAGING_BYTES) -> Executor:
+def make_late(device: torch.device, overlap: bool, *limits: int) -> Executor:
     """Whose host jobs begin when somebody waits for them: then most is on its way at a time."""
-    late = Late(device, DEFAULT_BYTES, staging_bytes)
-    return late if overlap else make_executor(device, overlap, staging_bytes)
+    return Late(device, *limits) if overlap else make_executor(device, overlap, *limits)
 
 
 def _held(expected: int) -> int:

@@ -22,6 +22,7 @@ from strategy.fits import Recipe
 
 from lightning_zero.sharding.backend_collectives import BackendCollectives
 from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.sharded_gradient import LentGradient, ShardedGradient
 from lightning_zero.storage import HostStore
 from lightning_zero.storage.host import _PinnedMapping
@@ -62,8 +63,12 @@ TRAININGS = (
          "self._await_shards()", name="zero3", world=2),
     Race("a unit reads before its turn's gather has ended", Bucket, "_end_unshard",
          "self._await_shards()", name="zero2_offload", world=2),
-    Race("a shard is gathered before it has come", Bucket, "_fetch_shard",
-         "fetched.wait()", world=2),
+    Race("a shard is gathered before it has come", Bucket, "_gather_beside",
+         "what, [after])", "what, [after] if lane is Lane.COMM else [])", world=2),
+    Race("memory is freed while it is reduced", BucketGradients, "_reduce_scatter",
+         "self._placement.executor.keep(gradients)", name="zero2", world=2),
+    Race("a norm is read before the reduction", ShardedGradient, "await_reduction",
+         "self.reduced.wait()", name="zero2", world=2),
     Race("a slice is used before it is reduced", BackendCollectives, "reduce_scatter",
          BLOCKING, BLOCKING.replace(")", ", async_op=True)"), name="zero2", world=2),
     Race("a gradient is read before it has come", ShardedGradient, "_arrive",
@@ -73,7 +78,7 @@ TRAININGS = (
     Race("a copy begins before its source is there", StreamExecutor, "_on_stream",
          "stream.wait_event(mark.event)"),
     Race("a freed gradient is still being copied", StreamExecutor, "_on_stream",
-         "list(on_device)", "[]"),
+         "kept = [*on_device, *_RUNNING.kept]", "kept = _RUNNING.kept"),
     Race("a staging buffer is used again too early", Staging, "_choose",
          " if given.work.done()", "", name="zero2_offload", precision="bf16-true"),
     Race("an update reads a gradient before it has come", LentGradient, "read",

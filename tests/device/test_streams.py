@@ -6,8 +6,10 @@ import gc
 import os
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from lightning_zero import ops
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
+from lightning_zero.storage.staging import staged_size
 from lightning_zero.storage.streams import _Work
 from lightning_zero.storage.threads import FILE_LANES, in_lane
 
@@ -75,6 +78,24 @@ def test_the_ticket_of_a_job_stands_for_what_it_submits(device: torch.device) ->
     assert narrow.cpu().eq(3).all()
     assert not counts.waits
     assert counts.beside.total() == 1  # for the buffer
+
+
+@pytest.mark.device("lazy")
+def test_staging_memory_comes_back_from_what_fails(device: torch.device) -> None:
+    executor, narrow, wide = StreamExecutor(device), torch.zeros(N, dtype=torch.bfloat16, device=device), host(device)
+
+    def fill() -> None:
+        with executor.filling(narrow, "a"):
+            raise MemoryError
+
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            fill()
+        with mock.patch.object(executor, "_copy", side_effect=MemoryError):
+            for use in (lambda: executor.fetch(narrow, wide, "a"), lambda: executor.receive(narrow, len, "a")):
+                with pytest.raises(MemoryError):
+                    use()
+    assert executor.staged_bytes == 2 * staged_size(narrow.nbytes)  # a buffer for each direction
 
 
 @pytest.mark.simulated
@@ -177,6 +198,9 @@ def test_a_copy_follows_what_it_comes_after_in_one_memory_and_between_two(device
     left = placement.move(passing, torch.full((N,), 8.0, device=device), ("device", "host"), "a")
     placement.move(target, passing, ("host", "device"), "a", after=[left]).wait()
     assert target.cpu().eq(8).all()
+    came = executor.fetch(there, host(device, 9), "a")
+    placement.accumulate(target, there, "device", "a", after=[came])
+    assert target.cpu().eq(17).all()
 
 
 @pytest.mark.device("lazy", "random1", "random4")
@@ -276,6 +300,23 @@ def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.
 
 
 @pytest.mark.simulated
+@pytest.mark.device("lazy", "random1")
+def test_memory_of_a_lanes_stream_is_not_used_again_while_it_leaves(device: torch.device) -> None:
+    executor, targets = StreamExecutor(device, in_flight_bytes=0), list[Tensor]()
+
+    def reduce(value: float, collected: Tensor) -> None:
+        executor.keep(collected)
+        targets.append(host(device))
+        executor.commit(targets[-1], torch.full((N,), value, device=device), "a")
+
+    for value in range(4):
+        work = executor.submit(partial(reduce, float(value), torch.zeros(N, device=device)), Lane.REDUCE, "a")
+    work.synchronize()  # the lane's stream, and nobody else, goes on
+    torch.accelerator.synchronize()
+    assert [target[0].item() for target in targets] == [0, 1, 2, 3]
+
+
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_nobody_waits_for_the_copy_that_has_just_begun(device: torch.device) -> None:
     """However large it is: what is computed next overlaps with it, and only the copy after it makes that wait."""
@@ -295,6 +336,22 @@ def test_memory_that_cannot_be_pinned_is_copied_all_the_same_and_counted(device:
     executor.commit(back, there, "the gradient").synchronize()
     assert back.eq(1).all()
     assert executor.blocked == {"the weights": 4 * N, "the gradient": 4 * N}
+
+
+@pytest.mark.device("lazy")
+def test_what_a_failed_job_reads_is_not_used_again_before(device: torch.device) -> None:
+    executor, target = StreamExecutor(device), torch.zeros(N, device=device)
+
+    def fail(values: Tensor) -> None:
+        target.copy_(values)
+        raise ValueError("out of range")
+
+    with pytest.raises(ValueError, match="out of range"):
+        executor.submit(partial(fail, torch.ones(N, device=device)), Lane.REDUCE, "the gradients of head")
+    other = torch.full((N,), 2.0, device=device)  # in the same memory
+    assert other.cpu().eq(2).all()
+    torch.accelerator.synchronize()
+    assert target.cpu().eq(1).all()
 
 
 @pytest.mark.device("lazy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from device.test_overlap import BF16, FP16, FP32, Late, bits
 from engine import driver
 from engine.driver import Session
 from helpers import models
+from helpers.slow_disk import SlowDiskOfDevice, counting_copies
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +24,19 @@ from lightning_zero.engine import Engine
 from lightning_zero.planning import plan
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import BucketForm, BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor
+from lightning_zero.storage import (
+    DeviceStore,
+    DiskStore,
+    Executor,
+    HostStore,
+    InlineExecutor,
+    Lane,
+    StreamExecutor,
+    Ticket,
+)
+from lightning_zero.storage.executor import Staged
+from lightning_zero.storage.nvme import DiskTensor
+from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.update import DynamicLossScaler, Footprint, kept_whole, make_updater, two_places
 from lightning_zero.update.attached import parameters_of
 
@@ -37,17 +51,23 @@ def start(
     precision: MixedPrecisionPolicy = FP32,
     model: nn.Module | None = None,
     kind: type[torch.optim.Optimizer] = Muon,
+    *,
+    bucket_size_mb: float = 1.0,
+    disk: Path | None = None,
     **options: Any,
 ) -> Session:
-    """Parameters on the device, at stage 3 their shards on the host; master and momentum on the host."""
+    """Parameters on the device, at stage 3 their shards on the host; master and momentum on the host, or on a disk."""
     torch.manual_seed(0)
     model = model or models.TinyTransformer(depth=4)
     optimizer = make_optimizer(model, kind, **options)
     scaler = DynamicLossScaler(init_scale=2.0**17) if precision is FP16 else None
     placement = place(device, executor, stage, precision)
+    if disk is not None:
+        store = DiskStore.in_folder(RunFolder(disk, "run", 0), executor, 1, pin_for=device)
+        placement = placement._replace(optimizer_store=store)
     optimized, whole = parameters_of(optimizer), kept_whole([optimizer], torch.device("cpu"))
-    options = {"optimized": optimized, "whole": whole, "scaler": scaler, "bucket_size_mb": 1.0, "check_steps": 0}
-    engine = Engine(model, placement, **options)
+    options = {"optimized": optimized, "whole": whole, "scaler": scaler, "check_steps": 0}
+    engine = Engine(model, placement, bucket_size_mb=bucket_size_mb, **options)
     engine.attach([make_updater(optimizer, engine)])
     return Session(model, engine, optimizer, engine.updaters[0])
 
@@ -148,6 +168,87 @@ def test_matrices_come_to_memory_that_nobody_uses_any_more(device: torch.device)
         assert [bits(values) for values in actual] == [bits(values) for values in expected]
     else:
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.01)
+
+
+class Short(StreamExecutor):
+    """Has memory for one batch at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.out: list[Staged] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Staged:
+        if self.out:
+            raise MemoryError("no room for another batch")
+        self.out.append(super().take(numel, dtype))
+        return self.out[-1]
+
+    def give(self, staged: Staged, work: Ticket) -> None:
+        self.out.remove(staged)
+        super().give(staged, work)
+
+
+@pytest.mark.device
+def test_memory_of_a_batch_comes_back_where_there_is_none_for_another(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_places, "_BATCH", 250)
+    executor = Short(device)
+    session = start(device, executor)
+    backward(session, device)
+    session.optimizer.step()
+    with pytest.raises(MemoryError, match="no room for another batch"):
+        session.engine.settle()
+    assert not executor.out
+
+
+@pytest.mark.device
+def test_the_next_bucket_comes_from_a_disk_while_matrices_are_computed(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it has none itself."""
+    session = start(device, StreamExecutor(device), bucket_size_mb=0.0003, disk=tmp_path)
+    order, load, finish = list[str](), DiskStore.load, two_places._Rounds._finish
+
+    def loaded(store: DiskStore, tensor: DiskTensor, *rest: Any) -> Ticket:
+        order.append(tensor.what)
+        return load(store, tensor, *rest)
+
+    def finished(rounds: two_places._Rounds, *rest: Any) -> Any:
+        order.append(rounds._what)
+        return finish(rounds, *rest)
+
+    monkeypatch.setattr(DiskStore, "load", loaded)
+    monkeypatch.setattr(two_places._Rounds, "_finish", finished)
+    for _ in range(2):
+        backward(session, device)
+        order.clear()
+        session.optimizer.step()
+        session.engine.settle()
+        names = [bucket.name for bucket in session.engine.buckets]
+        kinds = [f"the matrices of {name}" in order for name in names]
+        assert kinds == [False, False, True, True, False, True, True]
+        last = max(number for number, what in enumerate(order) if what == f"the matrices of {names[3]}")
+        assert order.index(f"the masters of {names[4]}") < last
+
+
+@pytest.mark.device
+def test_the_momentum_of_two_matrices_is_in_host_memory_however_slow_the_disk_is(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of one is written while the next one is worked on, whose gradient comes from the disk, too."""
+    taken = Counter[str]()
+    monkeypatch.setattr(DiskStore, "copy_for", counting_copies(taken))
+    model = models.TinyTransformer(depth=4)
+    for parameter in Muon.groups_of(model)[1]["params"]:
+        parameter.requires_grad_(False)
+    session = start(device, SlowDiskOfDevice(device), model=model, kind=torch.optim.Muon, disk=tmp_path)
+    for _ in range(2):
+        taken["most"] = 0
+        backward(session, device)
+        session.optimizer.step()
+        session.engine.settle()
+    assert taken["most"] <= 3 * taken["largest"]
 
 
 class Counting(StreamExecutor):

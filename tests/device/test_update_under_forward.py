@@ -28,11 +28,12 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.shards import masters
 from lightning_zero.checkpoint.state import module_state_dict, optimizer_state_dict
 from lightning_zero.integration.names import STRATEGIES
-from lightning_zero.sharding import BucketState
+from lightning_zero.sharding import BucketState, Mesh
+from lightning_zero.sharding.bucket import GATHERS
 from lightning_zero.sharding.freed import MarkedParameter
 from lightning_zero.sharding.pending import PendingParameter
 from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
-from lightning_zero.update import ShardUpdater
+from lightning_zero.update import Updater
 from lightning_zero.update.view import UpdateView
 
 
@@ -90,13 +91,11 @@ def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int, pers
     assert not any(bucket.updating for bucket in session.engine.buckets)
 
 
-@pytest.mark.simulated
-@pytest.mark.device("lazy")
-def test_a_unit_waits_for_no_parameters_of_the_next(device: torch.device) -> None:
-    """Those that stage 3 copies from the host ahead arrive while it computes."""
-    executor = StreamExecutor(device)
-    session = start(Case(3, precision=BF16), executor, device, models.TinyTransformer(depth=4))
-    following = session.engine.bucket_of(session.model.blocks[1].down.weight)
+def arrived_within_first_unit(device: torch.device, mesh: Mesh | None = None) -> list[bool]:
+    """Whether the parameters of the second unit, which stage 3 copies from the host, are there when the first ends."""
+    model = models.TinyTransformer(depth=4)
+    session = start(Case(3, precision=BF16), StreamExecutor(device), device, model, mesh)
+    following = session.engine.bucket_of(model.blocks[1].down.weight)
     assert following is not None
     arrived = []
 
@@ -104,11 +103,18 @@ def test_a_unit_waits_for_no_parameters_of_the_next(device: torch.device) -> Non
         torch.accelerator.current_stream().synchronize()
         arrived.append(following.moving.done())
 
-    session.model.blocks[0].down.register_forward_hook(within_first_unit)
+    model.blocks[0].down.register_forward_hook(within_first_unit)
     with session.engine.forward_context():
-        session.model(torch.zeros(2, 4, dtype=torch.long, device=device))
-    assert arrived == [False]
+        model(torch.zeros(2, 4, dtype=torch.long, device=device))
     assert following.state is BucketState.SHARDED  # it was gathered, and freed
+    return arrived
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_a_unit_waits_for_no_parameters_of_the_next(device: torch.device) -> None:
+    """Those that are copied ahead arrive while it computes."""
+    assert arrived_within_first_unit(device) == [False]
 
 
 class Filled(StreamExecutor):
@@ -158,7 +164,7 @@ def test_an_average_waits_for_the_update_and_nobody_for_the_average(device: torc
     shadow.update(lambda second, live: second.copy_(live))
     index = first.segments[0].param
     threading.Timer(0.2, executor.gate.set).start()
-    first.load(index, torch.zeros(first.parameters[index].shape))
+    first.load({index: torch.zeros(first.parameters[index].shape)})
     assert torch.equal(shadow.shards[0], updated)
 
 
@@ -299,7 +305,7 @@ def load_after_averages(session: Session) -> list[Tensor]:
     device = session.engine.placement.device
     shadows = session.engine.make_shadow(), session.engine.make_shadow(DeviceStore(device))
     bucket = session.engine.buckets[0]
-    bucket.load(0, torch.zeros(bucket.parameters[0].shape))
+    bucket.load({0: torch.zeros(bucket.parameters[0].shape)})
     return [second.clone() for shadow in shadows for second in shadow.shards]
 
 
@@ -393,7 +399,7 @@ def test_a_failed_update_surfaces_where_it_is_waited_for(
     first, *_, last = session.engine.buckets
     update = type(session.updater).update
 
-    def fail(updater: ShardUpdater, view: UpdateView) -> None:
+    def fail(updater: Updater, view: UpdateView) -> None:
         if view.parameters is first.parameters:
             raise ArithmeticError("no more digits")
         update(updater, view)
@@ -405,7 +411,7 @@ def test_a_failed_update_surfaces_where_it_is_waited_for(
             wait()
         assert [first.name in note for note in caught.value.__notes__] == [True]
         assert "fail" in [entry.name for entry in caught.traceback]
-        assert first.state is not BucketState.GATHERING  # nothing is left that somebody must end
+        assert first.state not in GATHERS  # nothing is left that somebody must end
     last.unshard()
     session.engine.zero_grad(session.model.parameters())
 

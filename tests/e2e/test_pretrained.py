@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_a_pretrained_model_is_never_whole(tmp_path: Path) -> None:
+def test_a_pretrained_model_is_never_unsharded(tmp_path: Path) -> None:
     """366 MB of fp32 on two ranks: half of it each, and less than a quarter beside, pages of the file included."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=8192, n_positions=64, n_embd=768, n_layer=12, n_head=12)

@@ -28,11 +28,12 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, DiskStore, Executor, HostStore, TensorStore, make_executor
 from lightning_zero.storage.disk_speed import Way
 from lightning_zero.storage.run_folder import RunFolder
-from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, block_of, kept_whole, make_updater
+from lightning_zero.update import LossScaler, ShardState, Updater, WholeState, block_of, kept_whole, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
 
 CPU = torch.device("cpu")
 DISK_BUFFER = 4096 * 16 * 3
+IN_FLIGHT = 1 << 16  # bytes of gradients that are reduced beside backward: a step reaches this limit
 _RUNS = itertools.count()
 UNCHANGED = MixedPrecisionPolicy()
 
@@ -115,13 +116,13 @@ class Session(NamedTuple):
     model: Any
     engine: Engine
     optimizer: Optimizer
-    updater: ShardUpdater
+    updater: Updater
 
 
 def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
     """`mesh` is a new one by default: a collective call."""
     device, mesh = place.device(), mesh or Meshes().of(setup)
-    executor, on_device = make_executor(device, setup.overlap), DeviceStore(device)
+    executor, on_device = make_executor(device, setup.overlap, IN_FLIGHT), DeviceStore(device)
     host: TensorStore = HostStore(pin_for=device) if setup.offload else on_device
     optimizer_store = host if setup.disk is None else make_disk_store(setup, mesh.world.rank, executor)
     shared = setup.stage == 3 and setup.offload_params
@@ -288,7 +289,7 @@ def copy_of_parameters(engine: Engine) -> dict[str, Tensor]:
         return {name: value.detach().to("cpu", copy=True) for name, value in engine.module.state_dict().items()}
 
 
-def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
+def state_pieces(engine: Engine, updater: Updater) -> list[Piece]:
     """This rank's optimizer state; a parameter without any has no piece."""
     pieces = []
     for bucket in engine.buckets:

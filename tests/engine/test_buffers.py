@@ -12,6 +12,7 @@ from engine import driver
 from engine.driver import Setup, assert_equal
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
+from torch import __future__ as future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
@@ -102,6 +103,7 @@ class Metric(Statistics):
     """Moves its state itself, as metrics of torchmetrics do, and into new tensors, as a move to a device does."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Metric:
+        super()._apply(fn, recurse)
         self._buffers = {name: fn(buffer).clone() for name, buffer in self._buffers.items() if buffer is not None}
         return self
 
@@ -113,3 +115,20 @@ def test_converted_buffers_stay_apart() -> None:
     for module, dtype in ((statistics, torch.bfloat16), (metric, torch.int64)):
         assert [b.tolist() for b in module.buffers()] == [[number] * 6 for number in range(MANY)]
         assert {b.dtype for b in module.buffers()} == {dtype}
+
+
+@pytest.mark.parametrize("flag", ["overwrite_module_params", "swap_module_params"])
+def test_parameters_of_a_metric_stay_the_same_objects(flag: str) -> None:
+    """Whatever torch is told to do with parameters of modules that move."""
+    metric = Metric(torch.int64)
+    metric.network = nn.Linear(3, 3)
+    before = [(p, p.data_ptr()) for p in metric.parameters()]
+    getattr(future, f"set_{flag}_on_conversion")(True)
+    try:
+        convert_buffers(metric, driver.make_placement(Setup(), Mesh.single()))
+        assert getattr(future, f"get_{flag}_on_conversion")()
+    finally:
+        getattr(future, f"set_{flag}_on_conversion")(False)
+    for now, (parameter, address) in zip(metric.parameters(), before, strict=True):
+        assert now is parameter
+        assert now.data_ptr() == address

@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import mmap
 import os
 import re
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch
 from engine import driver
 from engine.driver import Setup, assert_equal
 from helpers.ranks import RankPool
-from helpers.slow_disk import SlowDisk
+from helpers.slow_disk import SlowDisk, counting_copies
 from helpers.whole import Ruled
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -582,7 +580,7 @@ def test_tiles_take_what_is_planned_however_slow_the_disk_is(
         ) -> DiskStore:
             return DiskStore.in_folder(RunFolder(tmp_path, f"run{number}", rank), executor, buffer)
 
-        monkeypatch.setattr(driver, "make_executor", lambda device, overlap: SlowDisk())
+        monkeypatch.setattr(driver, "make_executor", lambda *_: SlowDisk())
         monkeypatch.setattr(driver, "make_disk_store", slow_store)
         session = start(case.on_disk(str(tmp_path)), Mesh.single())
         store = session.engine.placement.optimizer_store
@@ -604,21 +602,13 @@ def test_state_of_whole_parameters_takes_what_is_planned_however_slow_the_disk_i
 ) -> None:
     """That of parameters which are updated together, up to three times where as much fits the buffer."""
     taken = Counter[str]()
-
-    def copy_for(store: DiskStore, nbytes: int) -> Tensor:
-        mapping = mmap.mmap(-1, nbytes)
-        taken["now"] += nbytes
-        taken["most"] = max(taken["most"], taken["now"])
-        weakref.finalize(mapping, taken.subtract, {"now": nbytes})
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-    monkeypatch.setattr(driver, "make_executor", lambda device, overlap: SlowDisk())
+    monkeypatch.setattr(driver, "make_executor", lambda *_: SlowDisk())
     monkeypatch.setattr(
         driver,
         "make_disk_store",
         lambda setup, rank, executor: DiskStore.in_folder(RunFolder(tmp_path, "run", rank), executor, buffer),
     )
-    monkeypatch.setattr(DiskStore, "copy_for", copy_for)
+    monkeypatch.setattr(DiskStore, "copy_for", counting_copies(taken))
     case = Case(STAGE3, "muon_on_host").on_disk(str(tmp_path))
     session = start(case, Mesh.single())
     run_steps(session, case, [0])  # makes the state

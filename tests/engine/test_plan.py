@@ -204,7 +204,7 @@ def test_evaluation_follows_its_plan(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_gradients_are_gone_once_their_bucket_is_reduced(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_gradients_are_gone_once_their_bucket_is_reduced(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(stage, bucket_size_mb=BUCKET_SIZE_MB)
     session = driver.start(Deep(), models.optimizer_factory("adamw"), setup, Mesh.single())
     reduced: list[tuple[int, int]] = []  # gradients before, and those alive after
@@ -247,7 +247,7 @@ def test_optimizers_that_share_a_bucket_keep_state_of_their_own() -> None:
     for optimizer in optimizers:
         optimizer.step()
     (bucket,) = engine.buckets
-    held = sum(updater.state_of(bucket).nbytes for updater in engine.updaters)  # type: ignore[attr-defined]
+    held = sum(updater.state_of(bucket).nbytes for updater in engine.updaters)
     assert held == expected.buckets[0].optimizer_state.device
 
 
@@ -303,7 +303,7 @@ def wide_blocks() -> nn.Module:
 
 def test_the_plan_reduces_in_the_order_of_the_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched in forward order, all buckets would wait for the first one, which is complete at the end of backward."""
-    model, setup = wide_blocks(), Setup(2, bucket_size_mb=0.1)
+    model, setup = wide_blocks(), Setup(2, bucket_size_mb=0.1, overlap=False)
     options = (model, setup, Mesh.imagined(2), [torch.optim.SGD(model.parameters())])
     expected, begin = planned(*options), Reducer.begin
 
@@ -321,7 +321,7 @@ def test_the_plan_reduces_in_the_order_of_the_reducer(monkeypatch: pytest.Monkey
 
 
 def test_the_plan_gathers_what_the_prefetcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, setup = wide_blocks(), Setup(3)
+    model, setup = wide_blocks(), Setup(3, overlap=False)
     options = (model, setup, Mesh.imagined(2), [torch.optim.SGD(model.parameters())])
     expected = planned(*options)
     unit = expected.buckets[-1].parameters.device

@@ -15,8 +15,10 @@ from engine.cases import Case, check_cases
 from engine.driver import Session, Setup
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.sharding import Bucket, BucketState, Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding.reducer import Reducer
 
 WIDTH = 8
 BLOCKS = 5
@@ -45,6 +47,7 @@ class Ordered(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(self.observe) for _ in range(BLOCKS))
         self.order: Order = range(BLOCKS)
+        self.reentrant = False
         self.session: Session | None = None
         self.seen: list[list[BucketState]] = []  # the blocks' states whenever one computes
 
@@ -54,7 +57,10 @@ class Ordered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number in self.order:
-            x = self.blocks[number](x)
+            block = self.blocks[number]
+            # Of what a checkpoint detaches, some blocks get a view.
+            call = block if number % 2 else (lambda x, block=block: block(x[None])[0])
+            x = checkpoint(call, x, use_reentrant=True) if self.reentrant else block(x)
         return x
 
 
@@ -75,7 +81,7 @@ def train(session: Session, order: Order) -> list[list[BucketState]]:
     """One step; the states that each block saw in forward."""
     session.model.order = order
     session.model.seen = []
-    driver.run_step(session, [torch.ones(2, WIDTH)], lambda model, x: model(x).sum())
+    driver.run_step(session, [torch.ones(2, WIDTH)], lambda model, x: model(x.requires_grad_(model.reentrant)).sum())
     return session.model.seen
 
 
@@ -153,7 +159,7 @@ def test_what_was_gathered_in_vain_is_freed() -> None:
     assert all(unit.state is BucketState.SHARDED for unit in units(session))
 
 
-def test_a_unit_gathered_ahead_of_which_a_part_is_called_stays_whole() -> None:
+def test_a_unit_gathered_ahead_of_which_a_part_is_called_stays_unsharded() -> None:
     session = start()
     with torch.no_grad(), session.engine.forward_context():
         session.model.blocks[0](torch.ones(2, WIDTH))
@@ -169,9 +175,10 @@ def test_nothing_is_gathered_ahead_of_a_unit_that_runs_alone() -> None:
     assert all(unit.state is BucketState.SHARDED for unit in units(session))
 
 
-def most_live(limit: int | None, orders: Sequence[Order]) -> int:
+def most_live(limit: int | None, orders: Sequence[Order], reentrant: bool = False) -> int:
     """The most elements that whole units have when a gather begins."""
     session = start(max_live_numel=limit)
+    session.model.reentrant = reentrant
     begin, live = Bucket.begin_unshard, [0]
 
     def noted(bucket: Bucket) -> None:
@@ -224,6 +231,13 @@ def test_without_a_limit_one_unit_is_gathered_ahead() -> None:
     assert most_live(None, ORDERS) == 2 * UNIT
 
 
+def test_reentrant_checkpointing_frees_and_reduces_units_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(Reducer, "end_unit", lambda self, unit: ended.append(unit) or [])
+    assert most_live(0, [range(BLOCKS)] * 2, reentrant=True) == UNIT
+    assert len(ended) == 2 * BLOCKS
+
+
 def train_on_a_rank(orders: Sequence[Order], setup: Setup) -> list[Tensor]:
     torch.manual_seed(0)
     model = Ordered()
@@ -249,7 +263,7 @@ def test_neither_order_nor_limit_changes_a_bit(pool: RankPool) -> None:
 # ------------------------------------------------------------------------------------------------- small parameters
 
 
-def test_small_parameters_stay_whole() -> None:
+def test_small_parameters_stay_unsharded() -> None:
     session = start(persistence_numel=WIDTH)
     small = [p for p in session.model.parameters() if p.dim() == 1]
     assert len(small) == BLOCKS

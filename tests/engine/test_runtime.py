@@ -74,7 +74,7 @@ def is_freed(bucket: Bucket) -> bool:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, BF16), (2, driver.UNCHANGED)])
-def test_whole_gradients_are_freed_once_reduced(stage: int, precision: MixedPrecisionPolicy) -> None:
+def test_full_gradients_are_freed_once_reduced(stage: int, precision: MixedPrecisionPolicy) -> None:
     session = alone(Setup(stage, precision=precision))
     with torch.autocast(place.device().type, dtype=torch.bfloat16, enabled=precision is BF16):
         forward_backward(session, last=False)
@@ -134,7 +134,7 @@ class Deep(nn.Module):
         return self.blocks(self.embed(x))
 
 
-def test_few_units_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_units_are_unsharded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     session = driver.start(Deep(), lambda m: torch.optim.SGD(m.parameters()), Setup(3), Mesh.single())
     live: list[int] = []
     unshard = Bucket.unshard
@@ -184,7 +184,7 @@ def train_detached() -> dict[str, Tensor]:
     return driver.finish(session).weights
 
 
-def test_a_unit_stays_whole_until_all_its_backward_is_done(pool1: RankPool) -> None:
+def test_a_unit_stays_unsharded_until_all_its_backward_is_done(pool1: RankPool) -> None:
     model = detached_uses()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).square().sum().backward()
@@ -297,7 +297,7 @@ def test_gathered_parameters_are_unsharded_inside_the_context(pool2: RankPool) -
 
 def check_a_gather_that_fails(full_precision: bool) -> None:
     session = started(Setup(3, precision=BF16))
-    engine, gather = session.engine, "unshard_full_precision" if full_precision else "unshard"
+    engine, gather = session.engine, "gather_master" if full_precision else "unshard"
     third = engine.buckets[2]
     with mock.patch.object(third, gather, side_effect=MemoryError("no room")), pytest.raises(MemoryError):
         engine.gathered(session.model.parameters(), full_precision=full_precision).__enter__()
@@ -338,6 +338,31 @@ def check_edits(setup: Setup) -> None:
 def test_edits_of_gathered_parameters_are_kept(pool: RankPool, stage: int) -> None:
     for offload in (False, True):
         pool.run(check_edits, Setup(stage, offload=offload))
+
+
+def check_nested(setup: Setup, outer: bool, inner: bool) -> None:
+    session = started(setup)
+    expected = make_model("transformer").state_dict()
+    before, ranked, after = "blocks.0.up.bias", "blocks.0.up.weight", "blocks.0.down.bias"
+    parameters = dict(session.model.named_parameters())
+    with torch.no_grad(), session.engine.gathered(parameters.values(), full_precision=outer):
+        parameters[before].fill_(0.5)
+        session.model(batch()[:, :-1])
+        with session.engine.gathered([parameters[ranked]], writeback=True, full_precision=inner):
+            parameters[ranked].data.fill_(1.0 + dist.get_rank())
+        assert parameters[ranked].eq(1).all()
+        assert parameters[before].eq(0.5).all()
+        parameters[after].fill_(0.25)
+    for name, value in ((before, 0.5), (ranked, 1.0), (after, 0.25)):
+        expected[name].fill_(value)
+    assert_equal(driver.finish(session).weights, expected)
+
+
+@pytest.mark.parametrize("setup", [Setup(3), Setup(3, precision=BF16), Setup(1, offload=True, precision=BF16)])
+@pytest.mark.parametrize(("outer", "inner"), [(True, True), (True, False), (False, True)])
+def test_a_context_takes_edits_over_inside_another(pool2: RankPool, setup: Setup, outer: bool, inner: bool) -> None:
+    """`outer` and `inner`: whether they show masters, as around hooks of callbacks."""
+    pool2.run(check_nested, setup, outer, inner)
 
 
 def check_hidden_edits_are_lost(setup: Setup) -> None:
@@ -1131,7 +1156,7 @@ def test_host_memory_is_the_master_the_moments_and_the_gradient(
     engine = Engine(model, driver.make_placement(setup, Mesh.single())._replace(optimizer_store=store))
     optimizer = torch.optim.AdamW(model.parameters())
     engine.attach([make_updater(optimizer, engine, native)])
-    session = Session(model, engine, optimizer, engine.updaters[0])  # type: ignore[arg-type]
+    session = Session(model, engine, optimizer, engine.updaters[0])
     forward_backward(session)
     optimizer.step()
     driver.run_step(session, [batch(1)])

@@ -248,7 +248,7 @@ def peak_of(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["transformer", "copied blocks", "full transformer", "attention", "lstm"])
-def test_no_more_than_one_module_is_whole(name: str, pool2: RankPool) -> None:
+def test_no_more_than_one_module_is_unsharded(name: str, pool2: RankPool) -> None:
     for peak, largest in pool2.run(peak_of, name):
         assert 0 < peak <= largest
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine import driver
 from engine.driver import Session, Setup
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -155,17 +155,52 @@ def test_a_rate_that_changes_before_the_backward_is_the_steps(stage: int) -> Non
     )
 
 
+def drop_gradient(parameter: nn.Parameter) -> None:
+    """For a hook that sees the gradient before the engine."""
+    parameter.grad = None
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_without_a_gradient_waits_for_the_step(stage: int) -> None:
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda parameter: parameter.requires_grad_(False),
+        lambda parameter: parameter.register_post_accumulate_grad_hook(drop_gradient),
+    ],
+    ids=["frozen", "dropped"],
+)
+def test_a_parameter_without_a_gradient_waits_for_the_step(stage: int, without: Callable[[nn.Parameter], Any]) -> None:
     """Where others of its bucket have one: an update would decay it."""
-
-    def freeze(session: Session) -> None:
-        blocks = [m for m in session.model.modules() if isinstance(m, models.Block)]
-        blocks[-1].down.weight.requires_grad_(False)
-
     torch.manual_seed(0)
     model = models.TinyTransformer(depth=4)
-    assert_no_bit_changes(lambda: start(stage, copy.deepcopy(model)), freeze)
+    assert_no_bit_changes(
+        lambda: start(stage, copy.deepcopy(model)), lambda session: without(session.model.blocks[-1].down.weight)
+    )
+
+
+class Tuned(models.TinyTransformer):
+    """A frozen layer of the last block is computed again when the gradients of the layers above it have come."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        block = self.blocks[-1]
+        x = checkpoint(block.project, self.blocks[0](self.tokens(tokens)), use_reentrant=False)
+        return self.head(block.down(F.gelu(block.up(block.norm2(x)))))
+
+
+def test_frozen_parameters_are_computed_with_again() -> None:
+    """The optimizer does not have them, but others of their bucket."""
+
+    def freeze(session: Session) -> None:
+        block, (group,) = session.model.blocks[-1], session.optimizer.param_groups
+        for module in (block.norm1, block.qkv, block.project):
+            module.requires_grad_(False)
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        session.engine.attach([session.updater])
+
+    torch.manual_seed(0)
+    model = Tuned()
+    # On a device the first bucket waits for the next forward, and so does the other one, which has frozen parameters.
+    assert_no_bit_changes(lambda: start(1, copy.deepcopy(model)), freeze, least=place.accelerator() == "cpu")
 
 
 class Twice(models.TinyTransformer):
@@ -296,7 +331,8 @@ class SharedByTurns(nn.Module):
 def comes_late_on_rank_1() -> tuple[int, str]:
     torch.manual_seed(0)
     session = start(1, SharedByTurns(), units=["shared"])
-    session.model.shared.bias.requires_grad_(False)  # it lies on rank 1, where its bucket therefore waits for the step
+    # It lies on rank 1, where its bucket therefore waits for the step.
+    session.model.shared.bias.register_post_accumulate_grad_hook(drop_gradient)
     times = 1 + torch.distributed.get_rank()
 
     def closure() -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import importlib
 import io
 import json
@@ -677,6 +678,24 @@ def test_unusable_options_are_refused_at_once(
         gpt2.train.main.__wrapped__(overridden(plain, override))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_steps=-1", "max_steps=-1 must be an integer of at least 1, such as 2000: change"),
+        ("trainer.gradient_clip_algorithm=clip", "gradient_clip_algorithm='clip' must be norm or value"),
+        ("trainer.val_check_interval=0", "val_check_interval=0 must be an integer of at least 1, which counts micro"),
+        ("trainer.val_check_interval=0.25", "val_check_interval=0.25 must be .* this loop has no epochs"),
+        ("trainer.check_val_every_n_epoch=1", "check_val_every_n_epoch=1 must be null: this loop has no epochs"),
+    ],
+)
+def test_values_that_the_loop_of_fabric_does_not_know_are_refused(
+    gpt2: SimpleNamespace, plain: DictConfig, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setattr(gpt2.fabric, "build_fabric", None)
+    with pytest.raises(ValueError, match=message):
+        gpt2.fabric.main.__wrapped__(overridden(plain, override))
+
+
 @pytest.mark.parametrize("name", ["last", "hpc"])
 def test_names_of_checkpoints_are_for_the_trainer(
     gpt2: SimpleNamespace, plain: DictConfig, monkeypatch: pytest.MonkeyPatch, name: str
@@ -883,13 +902,57 @@ def test_a_disk_trains_to_the_loss_of_device_memory(pool2: RankPool, runs: Path)
     assert (found[0]["val_loss"], found[1]) == (expected[0]["val_loss"], expected[1])
 
 
-def test_the_loop_of_fabric_ends_with_the_weights_of_the_trainer(pool2: RankPool, runs: Path) -> None:
-    """Bit for bit; also in two halves, the second from the checkpoint of the first."""
-    options = ("strategy=zero3", "strategy.persistence_numel=0", "scheduler.total_steps=4")
-    pool2.run(train_briefly, str(runs / "trainer"), 2, *options)
-    pool2.run(train_briefly, str(runs / "half"), 2, *options, "trainer.max_steps=2", program="fabric")
-    half = f"ckpt_path={runs / 'half' / 'last.ckpt'}"
-    pool2.run(train_briefly, str(runs / "fabric"), 2, *options, half, program="fabric")
+def train_and_note(*args: Any, program: str) -> str:
+    """Train as `train_briefly` does; returns a `b` for each micro-batch and a `v` for each validation."""
+    seen: list[str] = []
+
+    def noting(mark: str, method: Any) -> Any:
+        return functools.wraps(method)(lambda *given: seen.append(mark) or method(*given))
+
+    with example_modules() as modules, pytest.MonkeyPatch.context() as patch:
+        model = modules.model.LanguageModel
+        for mark, name in (("b", "training_step"), ("v", "on_validation_epoch_start")):
+            patch.setattr(model, name, noting(mark, getattr(model, name)))
+        train_briefly(*args, program=program)
+    return "".join(seen)
+
+
+def validated_after(order: str) -> set[int]:
+    """After how many micro-batches validations ran."""
+    return {order[:index].count("b") for index, mark in enumerate(order) if mark == "v"}
+
+
+# The first loss scale is too large, so that steps are skipped; validations come between the micro-batches of a step.
+EVERYTHING = (
+    "precision=fp16",
+    "precision.scaler.init_scale=1073741824",
+    "precision.scaler.hysteresis=1",
+    "precision.scaler.backoff_factor=0.0001220703125",
+    "trainer.accumulate_grad_batches=3",
+    "trainer.gradient_clip_algorithm=value",
+    "trainer.gradient_clip_val=0.01",
+    "trainer.val_check_interval=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [pytest.param(("trainer.val_check_interval=null",), 1, marks=pytest.mark.slow), (EVERYTHING, 3)],
+)
+def test_the_loop_of_fabric_ends_with_the_weights_of_the_trainer(
+    pool2: RankPool, runs: Path, options: tuple[str, ...], accumulate: int
+) -> None:
+    """Bit for bit, in three parts; each goes on from the checkpoint of the one before, and ends with a validation."""
+    options += ("strategy=zero3", "strategy.persistence_numel=0", "scheduler.total_steps=4")
+    options += ("trainer.num_sanity_val_steps=0",)
+    (whole, _) = pool2.run(train_and_note, str(runs / "trainer"), 2, *options, program="train")
+    parts, checkpoint = "", "null"
+    for steps in (ends := (1, 2, 4)):
+        part = f"trainer.max_steps={steps}", f"ckpt_path={checkpoint}"
+        parts += pool2.run(train_and_note, str(runs / "fabric"), 2, *options, *part, program="fabric")[0]
+        checkpoint = str(runs / "fabric" / "last.ckpt")
+    assert parts.count("b") == whole.count("b") == 4 * accumulate
+    assert validated_after(parts) == validated_after(whole) | {end * accumulate for end in ends}
     paths = (runs / "trainer" / "checkpoints" / "last.ckpt", runs / "fabric" / "last.ckpt")
     trainer, fabric = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
     assert trainer.keys() == fabric.keys()

@@ -31,8 +31,8 @@ class Ours(Lit):
         strategy = self.trainer.strategy
         for bucket in strategy.engine.buckets:
             state = strategy.engine.updaters[0].state_of(bucket)
-            held = [*bucket.master.tensors(0, 1), *(flat.read(0, 1) for flat in state.flat.values())]
-            places = {value.device.type for value in held if isinstance(value, torch.Tensor)}
+            held = [bucket.master.read(0, 1), *(flat.read(0, 1) for flat in state.flat.values())]
+            places = {value.device.type for value in held}
             self.notes.append((bucket.flat.device.type, places))
 
 

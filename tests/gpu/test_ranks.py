@@ -107,14 +107,10 @@ def share_beside(copies: Sequence[Span], kernels: Sequence[Span]) -> float:
     return sum(any(copy.beside(kernel) for kernel in kernels) for copy in copies) / len(copies)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stage", [2, 3])
-def test_copies_run_beside_kernels(stage: int, tmp_path: Path) -> None:
-    """Of gradients that leave under backward, and of parameters that come back under the next forward."""
-    device = torch.device("cuda", 0)
+def profiled(case: Case, device: torch.device, trace: Path, mesh: Mesh | None = None) -> None:
+    """Writes a trace of three steps in the steady state."""
     model = nn.Sequential(*(Layer() for _ in range(DEPTH)))
-    case = Case(stage, precision=BF16, prefetch_mb=64.0)
-    session = start(case, StreamExecutor(device), device, model, bucket_size_mb=2.0)
+    session = start(case, StreamExecutor(device), device, model, mesh, bucket_size_mb=2.0)
     batch = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
@@ -129,11 +125,43 @@ def test_copies_run_beside_kernels(stage: int, tmp_path: Path) -> None:
             step()
         session.engine.settle()
         torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(trace := tmp_path / "trace.json"))
+    profiler.export_chrome_trace(str(trace))
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_run_beside_kernels(stage: int, tmp_path: Path) -> None:
+    """Of gradients that leave under backward, and of parameters that come back under the next forward."""
+    trace = tmp_path / "trace.json"
+    profiled(Case(stage, precision=BF16, prefetch_mb=64.0), torch.device("cuda", 0), trace)
     kernels, copies = spans(trace, "kernel"), [copy for copy in spans(trace, "gpu_memcpy") if copy.nbytes >= SMALL]
     assert not [copy.name for copy in copies if "Pageable" in copy.name]
     for direction in ("DtoH", "HtoD"):
         found = [copy for copy in copies if direction in copy.name]
         assert len(found) >= 3 * (DEPTH - 1)
         assert share_beside(found, kernels) >= 0.5, direction
+
+
+def collectives_beside(stage: int, folder: Path) -> dict[str, float]:
+    """The parts of NCCL's kernels that run beside those of the model, by collective."""
+    device, mesh = device_of_rank("cuda"), Mesh.create()
+    profiled(Case(stage, precision=BF16, prefetch_mb=64.0), device, trace := folder / f"{mesh.world.rank}.json", mesh)
+    kernels = spans(trace, "kernel")
+    computing = [kernel for kernel in kernels if not kernel.name.startswith("nccl")]
+    found = {name: [k for k in kernels if k.name.startswith("nccl") and name in k.name] for name in COLLECTIVES}
+    return {name: share_beside(each, computing) for name, each in found.items() if each}
+
+
+COLLECTIVES = ("ReduceScatter", "AllGather")
+
+
+@pytest.mark.gpu
+@pytest.mark.device
+@pytest.mark.parametrize("stage", [2, 3])
+def test_collectives_run_beside_kernels(device_pool2: DevicePool, stage: int, tmp_path: Path) -> None:
+    """Reductions under backward, and gathers of what comes from the host or was updated there."""
+    if device_pool2.where.simulated or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL takes one rank for each")
+    for shares in device_pool2.run(collectives_beside, stage, tmp_path):
+        assert set(shares) == set(COLLECTIVES)
+        assert min(shares.values()) >= 0.5, shares

@@ -20,7 +20,7 @@ from lightning_zero.config.deepspeed import to_yaml
 from lightning_zero.migration import MigrationError, Row, Status, import_deepspeed
 from lightning_zero.migration import keys as kinds
 from lightning_zero.migration.classify import nearest
-from lightning_zero.migration.deepspeed_keys import DEVICE, KEYS, STAGE
+from lightning_zero.migration.deepspeed_keys import DEVICE, KEYS, POWER, STAGE
 from lightning_zero.migration.deepspeed_training import OPTIMIZERS, SCHEDULERS
 
 # As people write them who train with the Trainer of Hugging Face.
@@ -61,7 +61,7 @@ HUGGING_FACE = {
 }
 
 
-def rows_of(config: dict[str, Any], **options: Any) -> dict[str, Row]:
+def rows_of(config: dict[str, Any] | Path, **options: Any) -> dict[str, Row]:
     return {row.key: row for row in import_deepspeed(config, **options).rows}
 
 
@@ -81,6 +81,7 @@ EXAMPLES: dict[kinds.Kind, Any] = {
     kinds.ANY: 1,
     kinds.DTYPE: "bf16",
     STAGE: 3,
+    POWER: 12,
     DEVICE: "cpu",
 }
 
@@ -109,7 +110,7 @@ def test_every_key_says_one_thing_and_is_never_unknown() -> None:
 
 def test_every_value_of_a_wrong_type_is_refused() -> None:
     for path, key in KEYS.items():
-        wrong = {True, 3, "word"} if key.kind is not kinds.ANY else set()
+        wrong = {True, 3, "word", 10**309} if key.kind is not kinds.ANY else set()
         for value in [value for value in wrong if not key.kind.fits(value)] or []:
             with pytest.raises(MigrationError, match=f"{path}={value!r} must be "):
                 import_deepspeed(nested(path, value))
@@ -151,6 +152,25 @@ def test_keys_inside_a_block_are_checked_too_and_comments_are_left_alone() -> No
     assert rows["wandb"].status is Status.unsupported
     assert "did you mean wandb.project?" in rows["wandb.projekt"].note
     assert {rows[key].status for key in ("_comment", "comments", "aio.//", "aio")} == {Status.no_meaning}
+
+
+def test_names_with_dots_are_unknown(tmp_path: Path) -> None:
+    """DeepSpeed does not take them for objects in one another."""
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer.device": "cpu"}, "zero_optimization.stage": 3}
+    rows = rows_of(config | {"wandb": {"my.project": "x"}, "_a.b": 1})
+    assert rows["zero_optimization.stage"].value == 2
+    for path, near in (
+        ('"zero_optimization.stage"', "zero_optimization.stage"),
+        ('zero_optimization."offload_optimizer.device"', "zero_optimization.offload_optimizer.device"),
+        ('wandb."my.project"', "wandb.project"),
+    ):
+        assert rows[path].status is Status.unknown
+        assert f"did you mean {near}? DeepSpeed reads a dot in a name as a part of it" in rows[path].note
+    assert rows['"_a.b"'].status is Status.no_meaning
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": false},\n "fp16.enabled": true}')
+    row = rows_of(path)['"fp16.enabled"']
+    assert (row.line, row.column) == (2, 18)
 
 
 def test_what_is_off_needs_nothing() -> None:
@@ -207,6 +227,12 @@ def test_a_file_of_hugging_face() -> None:
         ({"stage": 3, "offload_param": {"device": "cpu"}}, "zero3", {"strategy.offload_params": "cpu"}),
         ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, "zero3_offload", {}),
         ({"stage": 3, "mics_shard_size": 4}, "zero3", {"strategy.shard_size": 4}),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+            "zero2_offload",
+            {"strategy.offload_fraction": 0.3},
+        ),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1}}, "zero2_offload", {}),
         ({"stage": 3, "param_persistence_threshold": 1e4}, "zero3", {"strategy.persistence_numel": 10_000}),
         ({"stage": 2, "reduce_bucket_size": 5e8}, "zero2", {"strategy.bucket_size_mb": 1907.35}),
         ({"stage": 2, "allgather_bucket_size": 2**20}, "zero2", {"strategy.bucket_size_mb": 4.0}),
@@ -242,6 +268,12 @@ def test_stage_and_stores(zero: Any, group: str, settings: dict[str, Any]) -> No
         (3, {"optimizer": {"device": "cpu"}, "param": {"device": "nvme", "nvme_path": "/y"}}, "zero3_offload", {}),
         (
             3,
+            {"optimizer": {"device": "nvme"}, "param": {"device": "nvme", "nvme_path": "/y"}},
+            "zero3_nvme",
+            {"nvme_path": "/y"},
+        ),
+        (
+            3,
             {"optimizer": {"device": "nvme"}, "param": {"device": "cpu"}},
             "zero3",
             {"offload_optimizer": "nvme", "offload_params": "cpu"},
@@ -261,8 +293,12 @@ def test_nvme_is_a_disk_for_state_and_for_parameters_beside_it(
         assert rows[f"{name}.device"].status is (Status.kept if supported else Status.unsupported)
     path = rows.get("optimizer.nvme_path")
     if stores["optimizer"]["device"] == "nvme":
-        assert path is not None
-        assert path.status is (Status.kept if "nvme_path" in stores["optimizer"] else Status.open)
+        named = "nvme_path" in stores["optimizer"]
+        if "nvme_path" in settings:
+            assert rows["optimizer.nvme_path" if named else "param.nvme_path"].status is Status.kept
+        else:
+            assert path is not None
+            assert path.status is Status.open
     elif path is not None:
         assert path.status is Status.no_meaning
 
@@ -274,7 +310,7 @@ def test_options_of_another_stage_say_so() -> None:
     assert (live.status, live.note) == (Status.no_meaning, "it is for stage 3; this file has stage 2")
     store = rows["zero_optimization.offload_param.device"]
     assert (store.status, store.here) == (Status.unsupported, "")
-    assert "at stage 2 parameters are whole on every rank: use stage 3, or leave it out" in store.note
+    assert "at stage 2 parameters are unsharded on all ranks: use stage 3, or leave it out" in store.note
 
 
 @pytest.mark.parametrize(
@@ -424,6 +460,18 @@ def test_lamb_is_lamb(name: str, status: Status) -> None:
         ),
         ('{"zero_optimization": {"stage": "2"}}', "1:33: zero_optimization.stage='2' must be 0, 1, 2 or 3"),
         ('{"fp16": true}', "1:10: fp16=True must be an object"),
+        (
+            '{"torch_autocast": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}',
+            "1:69: data_types.param_dtype=bf16 contradicts torch_autocast.enabled=True: keep one of them",
+        ),
+        (
+            '{"fp16": {"enabled": true, "initial_scale_power": 1024}}',
+            "1:51: fp16.initial_scale_power=1024 must be a number from -1022 to 1023",
+        ),
+        (
+            f'{{"gradient_clipping": -1{"0" * 309}}}',
+            f"1:23: gradient_clipping=-1{'0' * 309} must be a number >= 0. It is beyond the numbers of 64 bits",
+        ),
         (
             '{"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1, "warmup_max_lr": 0.1}}}',
             "1:64: scheduler.params.warmup_min_lr=1 is above warmup_max_lr=0.1",

@@ -99,6 +99,15 @@ def test_copies_that_bypass_the_caches_hold_the_same_bits(master: str) -> None:
         assert_same(run(RULES["lion"], tensors, {"copy_out": offset}, isa=isa, threads=threads, **options), expected)
 
 
+def test_a_long_copy_at_an_odd_address_does_not_bypass_the_caches() -> None:
+    """No element of it comes to an aligned address; at another one such stores would end the process."""
+    copy = torch.frombuffer(bytearray(2 * STREAMED + 1), dtype=torch.bfloat16, offset=1)
+    assert copy.data_ptr() % 2 == 1
+    param, grad = torch.linspace(-1.0, 1.0, STREAMED), torch.linspace(2.0, 3.0, STREAMED)
+    ops.sgd_(param, None, grad, lr=0.1, copy_out=copy)
+    assert torch.equal(copy.clone(), param.bfloat16())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule_name", RULES)
 def test_every_layout_at_every_length_and_address(rule_name: str) -> None:

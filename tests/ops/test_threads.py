@@ -81,6 +81,10 @@ def test_any_number_of_threads_gives_the_same_bits(count: int, grad_dtype: torch
         assert_equal(updated(threads, count, grad_dtype), expected)
 
 
+def test_more_threads_than_any_machine_has_give_the_same_bits() -> None:
+    assert_equal(updated(2**62), updated(1))
+
+
 def test_callers_on_several_threads_get_what_one_does() -> None:
     expected = updated(1)
     results: list[list[Tensor]] = []
@@ -273,9 +277,9 @@ def test_a_wrong_number_in_the_environment_is_refused(value: str, monkeypatch: p
         fresh("threads")
 
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_too_few_threads_are_refused(value: int) -> None:
-    with pytest.raises(ValueError, match=f"threads={value}"):
+@pytest.mark.parametrize("value", [0, -1, 2**63])
+def test_numbers_of_threads_that_cannot_be_are_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=f"threads={value} is out of range; expected >= 1, and < 2"):
         ops.set_num_threads(value)
     with pytest.raises(ValueError, match=f"threads={value}"):
         updated(value)

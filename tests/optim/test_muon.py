@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero import CPUAdamW, Muon
 from lightning_zero.sharding import Mesh
 from lightning_zero.update import ShardState, WholeState, newton_schulz, shell
-from lightning_zero.update.footprint import Passing
-from lightning_zero.update.sizes import sizes_of
+from lightning_zero.update.sizes import Passing, sizes_of
 
 
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -262,6 +263,17 @@ def test_doubles_are_left_to_torch() -> None:
     assert type(make_updater(torch.optim.AdamW(model.parameters()), engine)) is TorchUpdater
 
 
+def test_a_step_on_the_host_is_in_no_graph_of_the_device() -> None:
+    """Torch refuses `capturable=True` for tensors in host memory, where the parameters of a GPU may be updated."""
+    trained = []
+    for capturable in (False, True):
+        session = start(Setup(2, offload=True), "rmsprop")
+        session.optimizer.param_groups[0]["capturable"] = capturable
+        step(session)
+        trained.append(driver.combine([driver.finish(session)]).weights)
+    assert_equal(*trained)
+
+
 def test_a_group_that_the_kernel_cannot_update_is_an_error() -> None:
     session = start(Setup(2, offload=True, native="auto"))
     session.optimizer.param_groups[1]["differentiable"] = True
@@ -314,7 +326,7 @@ def test_the_kernel_goes_on_from_torchs_state() -> None:
         bucket = other.engine.bucket_of(parameter)
         assert bucket is not None
         index = bucket.index[id(parameter)]
-        bucket.load(index, halfway.weights[name])
+        bucket.load({index: halfway.weights[name]})
         other.updater.load(bucket, index, halfway.optimizer_state[name])
     step(other, 3)
     through = start(Setup(2))
@@ -401,7 +413,7 @@ def test_state_is_updated_in_place(bucket: Bucket) -> None:
     assert state.nbytes == bucket.layout.shard_numel * 4
 
 
-def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
+def test_a_rank_takes_its_part_of_a_full_state(bucket: Bucket) -> None:
     state = ShardState(bucket, frozenset({"average"}))
     segment = bucket.segments[0]
     whole = torch.arange(float(segment.numel)).view_as(bucket.parameters[0])
@@ -467,6 +479,38 @@ def test_state_that_a_class_has_made_of_what_it_loads_stays_so() -> None:
     with keeping_digits(optimizer):
         optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: saved}})
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.int8
+
+
+def test_state_that_is_loaded_keeps_its_digits_without_a_copy() -> None:
+    """State with fewer digits than the parameter gets the parameter's dtype, as torch has it."""
+    half, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for dtype, kept, expected in ((bf16, fp32, fp32), (half, bf16, bf16), (fp32, bf16, fp32)):
+        parameter, moment = nn.Parameter(torch.ones(3, dtype=dtype)), torch.full((3,), 0.5, dtype=kept)
+        optimizer = torch.optim.Adam([parameter])
+        saved = {"exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(1.0)}
+        with keeping_digits(optimizer):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: saved}})
+        found = optimizer.state[parameter]["exp_avg"]
+        assert found.dtype == expected
+        assert (found.data_ptr() == moment.data_ptr()) == (kept == expected)
+
+
+def test_those_attached_stay_where_others_cannot_be() -> None:
+    """With their state, and without a trace in the others."""
+    session = start(Setup())
+    step(session)
+    other = make_updater(torch.optim.SGD(session.model.parameters()), session.engine)
+    own = vars(other.optimizer).copy()
+    with (
+        mock.patch.object(other, "master_layout", side_effect=ValueError("not these shards")),
+        pytest.raises(ValueError, match="not these shards"),
+    ):
+        session.engine.attach([session.updater, other])
+    assert session.engine.updaters == [session.updater]
+    assert vars(other.optimizer) == own
+    step(session, 1)
+    state = optimizer_state_dict(session.engine, session.updater)["state"]
+    assert {float(values["step"]) for values in state.values()} == {2.0}
 
 
 def test_state_that_is_cleared_before_optimizers_are_attached_again_is_gone() -> None:

@@ -41,6 +41,7 @@ def test_remedies_save_memory_on_the_side_that_has_run_out(store: str, on_host_a
     assert either == on_host | on_device
     assert {f"strategy{on_host_alone}", "strategy.staging_buffer_mb=32"} <= on_host - on_device
     assert "strategy=zero3_offload" in on_device - on_host
+    assert "strategy=zero2 strategy.offload_gradients=auto" in {*described.changes}
 
 
 def test_less_staging_memory_is_offered_where_memory_that_may_be_locked_is_short() -> None:

@@ -78,6 +78,7 @@ class Probe(LightningModule):
             "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             "hidden": hidden.dtype,
             "made": made.dtype,
+            "module": self.dtype,
         }
         hidden = hidden * self.scale + self.offset
         for norm in self.norms:
@@ -193,6 +194,7 @@ def check_row(notes: dict[str, Any], row: Expected, case: Any) -> None:
     assert notes["linear"] == notes["scale"] == row.linear, case
     assert notes["norms"] == {row.norms}, case
     assert notes["input"] == notes["offset"] == notes["running_mean"] == notes["made"] == row.step, case
+    assert notes["module"] == row.step, case
     assert notes["label"] == notes["count"] == torch.int64, case
     assert notes["autocast"] == row.autocast, case
     assert notes["hidden"] == row.linear, case
@@ -563,3 +565,39 @@ def test_evaluation_uses_the_precision_too(pool: RankPool, name: str, flag: str,
     for loss, dtypes in pool.run(evaluate, name, flag, recipe):
         assert loss == pytest.approx(expected, rel=1e-5 if dtype.itemsize > 2 else 2e-2)
         assert set(dtypes) == {dtype}
+
+
+class CallsInHook(Lit):
+    """Calls itself outside of its steps, in the ways of the docs."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch, index) + self(torch.ones(2, 4)).float().square().mean()
+
+    def on_validation_epoch_end(self) -> None:
+        x = torch.ones(2, 4)
+        if self.trainer.precision_plugin.policy.param_dtype == FP32:
+            self.notes.append(self(x).dtype)
+            return
+        try:
+            self(x)
+        except RuntimeError as error:
+            self.notes.append("must have the same dtype" in str(error))
+        with self.trainer.precision_plugin.forward_context():
+            self.notes.append(self(x).dtype)
+
+
+@ranks(1)
+@main_names_and("flag", "bf16-mixed", "16-mixed")
+def test_calls_in_hooks_need_the_precisions_context(pool: RankPool, name: str, flag: str) -> None:
+    validating = {"limit_val_batches": 1}
+    fitted = pool.run(fit, name, Recipe(steps=1), CallsInHook, **asked(flag), **validating)[0]
+    assert fitted.notes == [True, BF16 if flag == "bf16-mixed" else FP16]
+    fitted = pool.run(fit, name, Recipe(steps=1), CallsInHook, **asked(flag, param_dtype="float32"), **validating)[0]
+    assert fitted.notes == [FP32]

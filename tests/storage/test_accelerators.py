@@ -135,10 +135,10 @@ def test_steps_are_timed_by_the_clock_of_the_device(recorded: Recorded) -> None:
 
 def test_a_log_begins_when_the_device_has_nothing_to_do(recorded: Recorded) -> None:
     """So that its clock and the host's begin together."""
-    log, recorded.busy = WorkLog(), 10.0
-    log.start(DEVICE, "forward")
+    recorded.busy = 10.0
+    recording = WorkLog().start(DEVICE, "forward")
     recorded.synchronize(DEVICE)
-    (span,) = log.stop()
+    (span,) = recording.stop()
     assert (span.name, span.start, span.end) == ("forward", 0.0, 1.0)
 
 

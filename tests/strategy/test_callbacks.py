@@ -93,7 +93,7 @@ def fit_and_read_bare(name: str, recipe: Recipe) -> list[dict[str, Tensor]]:
 
 
 @ranks(2)
-def test_whole_parameters_need_no_context_to_be_read(pool: RankPool) -> None:
+def test_unsharded_parameters_need_no_context_to_be_read(pool: RankPool) -> None:
     name = "zero2_offload"
     expected = weights_after_each_step(name, MOMENTUM, 2)
     for seen in pool.run(fit_and_read_bare, name, MOMENTUM):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
-from lightning_zero import CPUAdamW, gathered_parameters
+from lightning_zero import CPUAdamW, full_param, gathered_parameters
 
 OTHER = Recipe(seed=7)
 Edit = Callable[["Edited"], None]
@@ -215,3 +215,38 @@ def check_swaps(pool: RankPool, name: StrategyArgument, module: type[Lit], preci
     swapped = pool.run(fit, name, MOMENTUM, module, precision=precision, limit_val_batches=1, val_check_interval=1)[0]
     assert_same(swapped.weights, plain.weights)
     assert len(set(swapped.notes)) == MOMENTUM.steps
+
+
+class Teaches(Lit):
+    """A frozen copy of the model follows it by hand, by less in each step than 16 bits resolve."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.teacher = recipe.make_model().requires_grad_(False)
+        self.notes = [{name: value.clone() for name, value in self.teacher.named_parameters()}]
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch, index) + 0 * models.next_token_loss(self.teacher, batch)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        students = dict(self.model.named_parameters())
+        for name, value in self.notes[0].items():
+            value.mul_(0.999).add_(full_param(students[name]), alpha=0.001)
+        with gathered_parameters(self, full_precision=True):
+            for name, parameter in self.teacher.named_parameters():
+                parameter.mul_(0.999).add_(students[name], alpha=0.001)
+        if self.trainer.strategy.options.stage < 3:  # others are freed
+            for parameter in self.teacher.parameters():
+                seen = parameter.clone()
+                assert torch.equal(seen, full_param(parameter).to(seen.dtype))
+
+
+@ranks(2)
+@main_names_and("precision", "bf16-mixed", "bf16-true")
+def test_an_average_by_hand_moves_at_full_precision(pool: RankPool, name: str, precision: str) -> None:
+    fitted = pool.run(fit, name, MOMENTUM, Teaches, precision=precision)[0]
+    averaged = {name: fitted.weights[f"teacher.{name}"] for name in fitted.notes[0]}
+    assert_same(averaged, fitted.notes[0])
+    start = MOMENTUM.make_model().state_dict()
+    assert all(0 < (value - start[name]).abs().max() < 0.01 for name, value in averaged.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,29 @@ def test_a_run_goes_on_from_a_checkpoint_of_fabric_or_trainer(pool2: RankPool, b
     assert not results[1].weights
 
 
+def one_backward_for_two() -> list[float]:
+    """The loss scale after each step of three optimizers of two modules, through which each backward runs."""
+    scaler = DynamicLossScaler(init_scale=1024, window=2, hysteresis=1)
+    fabric = make_fabric("zero2", plugins=[ZeroPrecision("32-true", scaler=scaler)])
+    a, b = Layers(1), Layers(2)
+    first, blocks, head = fabric.setup(a, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (a.blocks, a.head)))
+    second, all_of_second = fabric.setup(b, torch.optim.SGD(b.parameters(), lr=0.1))
+    scales = []
+    for factor in (1.0, 1.0, torch.inf, 1.0):
+        fabric.backward(first(torch.ones(1, 8)).sum() + second(torch.ones(1, 8)).sum() * factor)
+        for optimizer in (blocks, all_of_second, head):
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(scaler.scale)
+    return scales
+
+
+def test_one_backward_through_two_modules_counts_once_for_the_loss_scaler(pool2: RankPool) -> None:
+    """It grows after two backwards; a clean step neither hides nor undoes the overflow of another module."""
+    for scales in pool2.run(one_backward_for_two):
+        assert scales == [1024] * 3 + [2048] * 3 + [2048, 1024, 1024] + [1024] * 3
+
+
 def hand_scale_over(path: str) -> list[float]:
     """The loss scales of a Trainer's run, and of the one under Fabric that goes on with it."""
     recipe = Recipe(steps=2)
@@ -285,6 +309,97 @@ def test_several_modules_train_as_with_ddp(pool: RankPool, name: str, tmp_path: 
             assert torch.equal(own[key]["momentum_buffer"], stock[number]["momentum_buffer"])
 
 
+def replace_model(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Save a model and gather its state, when rank 1 alone still holds an engine of one that was dropped before it."""
+    fabric = make_fabric("zero2")
+    model = fabric.setup(Layers(1))
+    held = engines_of(model.module)
+    del model
+    if fabric.global_rank == 0:
+        del held  # the cyclic garbage collector runs at another time on each rank
+        gc.collect()
+    model = fabric.setup(Layers(2))
+    assert len(fabric.strategy.engines) == 1
+    fabric.save(path, {"model": model})
+    return torch.load(path)["model"], fabric.strategy.get_module_state_dict(model.module)
+
+
+def test_a_checkpoint_has_the_new_model_where_a_rank_still_holds_a_dropped_one(pool2: RankPool, tmp_path: Path) -> None:
+    for state in pool2.run(replace_model, str(tmp_path / "saved.ckpt"))[0]:
+        assert_same(state, Layers(2).state_dict())
+
+
+def go_on_from_a_folder(path: str) -> list[dict[str, Any]]:
+    """States of an optimizer, saved as an entry with the Trainer's name for several, and of one that takes it over."""
+    strategy = ZeroFabricStrategy(2, checkpoint_format="sharded")
+    fabric = Fabric(accelerator=place.accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    states = []
+    for save in (True, False):
+        layers = Layers(1)
+        model, optimizer = fabric.setup(layers, torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9))
+        if save:
+            fabric.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+        state = {"state_dict": model, "optimizer_states": optimizer}
+        fabric.save(path, state) if save else fabric.load(path, state)
+        states.append(fabric.strategy.get_optimizer_state(optimizer.optimizer))
+    return states
+
+
+def test_an_optimizer_under_the_trainers_name_is_in_a_folder(pool2: RankPool, tmp_path: Path) -> None:
+    saved, loaded = pool2.run(go_on_from_a_folder, str(tmp_path / "saved.ckpt"))[0]
+    assert_same_states(loaded["state"], saved["state"])
+
+
+class Counted(Layers):
+    """Has a head of another width, a buffer and extra state."""
+
+    def __init__(self, seed: int, width: int = 8) -> None:
+        super().__init__(seed)
+        self.head = nn.Linear(8, width)
+        self.extra = seed
+        self.register_buffer("count", torch.tensor(float(seed)))
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+def misfits(name: str, path: str) -> None:
+    """Of two modules the second one does not fit, in the last shape that is compared, or in a name that is missing."""
+    fabric = make_fabric(name)
+    saved = fabric.setup(Counted(1))
+    fabric.save(path, {"a": saved, "b": saved, "layers": fabric.setup(Layers(1))})
+    targets = [Counted(2), Counted(3, width=9)]
+    a, b = (fabric.setup(target) for target in targets)
+
+    def values() -> list[Tensor]:
+        found = [full_param(p).clone() for target in targets for p in target.parameters()]
+        return [*found, *(torch.tensor([target.count, target.extra]) for target in targets)]
+
+    before = values()
+    for key, message in (("b", r"size mismatch for head\.bias"), ("layers", "Missing key.*count")):
+        with pytest.raises(RuntimeError, match=rf"(?s){message}"):
+            fabric.load(path, {"a": a, key: b}, strict=key == "layers")
+    if fabric.global_rank == 0:
+        torch.save(Counted(1).state_dict(), f"{path}.raw")
+    fabric.barrier()
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        fabric.load_raw(f"{path}.raw", b)
+    assert all(map(torch.equal, before, values()))
+    fabric.load(path, {"a": a})
+    assert (targets[0].extra, float(targets[0].count)) == (1, 1.0)
+    assert torch.equal(full_param(targets[0].head.weight), full_param(saved.module.head.weight))
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+def test_nothing_is_loaded_of_what_does_not_fit(pool2: RankPool, name: str, tmp_path: Path) -> None:
+    pool2.run(misfits, name, str(tmp_path / "saved.ckpt"))
+
+
 def misuse(path: str) -> None:
     """What cannot work says what does."""
     strategy = ZeroFabricStrategy(stage=3, persistence_numel=0)
@@ -300,6 +415,11 @@ def misuse(path: str) -> None:
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(ValueError, match="its own optimizer"):
         fabric.setup_optimizers(both)
+    with pytest.raises(ValueError, match=r"needs whole parameters.*`fabric\.setup\(module, optimizer\)`"):
+        fabric.setup_optimizers(torch.optim.Adafactor(second.parameters()))
+    fabric.setup_optimizers(spare := torch.optim.SGD(second.parameters(), lr=0.1))
+    assert [updater.optimizer for updater in strategy.engines[1].updaters] == [spare]
+    other, _ = fabric.setup(second, torch.optim.Adafactor(second.parameters()))
     with pytest.raises(ValueError, match="was not set up"):
         fabric.clip_gradients(sharded, both, max_norm=1.0)
     fabric.backward(sharded(torch.full((1, 8), torch.inf)).sum())

@@ -65,7 +65,16 @@ def rows() -> Iterator[tuple[list[str], bool]]:
                 yield names, "freed" in weights
 
 
-NEVER = ("on_exception", "prepare_data", "setup", "configure_model", "on_load_checkpoint", "test_step", "predict_step")
+NEVER = (
+    "on_exception",
+    "state_dict",
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "on_load_checkpoint",
+    "test_step",
+    "predict_step",
+)
 
 
 class Watching(Lit):

@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, gathered_parameters
 from lightning_zero.integration.launchers import GatheringLauncher
+from lightning_zero.sharding.compiled import plain_names
 
 MOMENTUM = Recipe(optimizer="momentum")
 
@@ -214,7 +215,7 @@ class Summarized(Lit):
 
 
 @ranks(2)
-def test_a_summary_counts_whole_parameters(pool: RankPool) -> None:
+def test_a_summary_counts_full_parameters(pool: RankPool) -> None:
     recipe = Recipe(model="frozen")
     plain = summarize(Lit(recipe), max_depth=-1)
     expected = (plain.total_parameters, plain.trainable_parameters, plain.model_size)
@@ -386,18 +387,27 @@ def test_an_error_of_the_teardown_hides_none_from_before(pool1: RankPool) -> Non
     assert (error, torn_down) == ("RuntimeError('the device is lost')", True)
 
 
+class PartlyCompiled(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.norm = torch.compile(self.model.norm)  # type: ignore[assignment]
+
+
 def send_results(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-    """What a launcher sends to the main process after a fit in 16 bits, and what is right."""
-    lit, trainer = Lit(MOMENTUM), make_trainer(name, precision="bf16-true")
-    launcher = GatheringLauncher(trainer.strategy, "spawn")  # type: ignore[arg-type]
-    trainer.fit(lit)
-    fitted, right = launcher._collect_rank_zero_results(trainer, None), state_of(trainer)
-    trainer.test(lit, verbose=False)
+    """What the main process's module has after a fit in 16 bits, and what is right."""
+    lit, trainer = PartlyCompiled(MOMENTUM), make_trainer(name, precision="bf16-true")
+    launcher = GatheringLauncher(trainer.strategy, "spawn")
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(lit)
+        fitted, right = launcher._collect_rank_zero_results(trainer, None), state_of(trainer)
+        trainer.test(lit, verbose=False)
     tested = launcher._collect_rank_zero_results(trainer, None)
     if fitted is None:
         return None
     assert tested.weights_path is None
-    return {name.removeprefix("model."): value for name, value in torch.load(fitted.weights_path).items()}, right
+    main = PartlyCompiled(MOMENTUM)
+    main.load_state_dict(torch.load(fitted.weights_path))
+    return plain_names(main.state_dict()), {f"model.{name}": value for name, value in right.items()}
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import full_param
 
 Weights = dict[str, Tensor]
+MOMENTUM_16 = dataclasses.replace(MOMENTUM, dtype=torch.bfloat16)
 
 
 # --------------------------------------------------------------------------------------------------- averaging
@@ -77,8 +79,8 @@ def make_averaging() -> WeightAveraging:
     return EMAWeightAveraging(decay=0.75)
 
 
-def fit_averaged(name: str, module: type[Lit] = Lit, **flags: Any) -> Fitted:
-    return fit(name, MOMENTUM, module, callbacks=[make_averaging()], limit_val_batches=1, val_check_interval=1, **flags)
+def fit_averaged(name: str, module: type[Lit] = Lit, recipe: Recipe = MOMENTUM, **flags: Any) -> Fitted:
+    return fit(name, recipe, module, callbacks=[make_averaging()], limit_val_batches=1, val_check_interval=1, **flags)
 
 
 class Reading(Lit):
@@ -93,21 +95,22 @@ class Reading(Lit):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("name", "precision"),
+    ("name", "precision", "recipe"),
     [
-        ("zero2_offload", "bf16-true"),
-        pytest.param("zero2_offload", "32-true", marks=pytest.mark.slow),
-        pytest.param("zero3", "bf16-mixed", marks=pytest.mark.slow),
+        ("zero2_offload", "bf16-true", MOMENTUM),
+        ("zero2_offload", "bf16-mixed", MOMENTUM_16),
+        pytest.param("zero2_offload", "32-true", MOMENTUM, marks=pytest.mark.slow),
+        pytest.param("zero3", "bf16-mixed", MOMENTUM, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
-def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
+def test_weight_averaging(pool: RankPool, name: str, precision: str, recipe: Recipe) -> None:
     """Validation after every step swaps the average in and out again; training must not notice, nor the average.
 
-    That of 16-bit parameters is one of their masters.
+    That of 16-bit parameters is one of their masters, also where the module had them before.
     """
-    results = pool.run(fit_averaged, name, Reading, precision=precision)
-    recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
+    results = pool.run(fit_averaged, name, Reading, recipe, precision=precision)
+    recorded = pool.run(fit_and_record, name, recipe, precision=precision)[0]
     assert_same(results[0].weights, moving_average(recorded, 0.75))
     assert not torch.equal(results[0].weights["head.weight"], recorded[-1]["head.weight"])
 
@@ -182,9 +185,10 @@ class SavesAfterTheFirstEpoch(Callback):
 
 @ranks(2)
 @main_names_and("precision", "bf16-mixed", "32-true")
+@pytest.mark.parametrize("recipe", [MOMENTUM, MOMENTUM_16], ids=["32", "16"])
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
-def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
-    assert pool.run(fit_in_two_halves, name, MOMENTUM, str(tmp_path), precision)[0]
+def test_averaging_resumes(pool: RankPool, name: str, precision: str, recipe: Recipe, tmp_path: Path) -> None:
+    assert pool.run(fit_in_two_halves, name, recipe, str(tmp_path), precision)[0]
 
 
 def fit_averaged_twice(name: str) -> Weights:
@@ -205,9 +209,9 @@ def test_averaging_runs_again(pool: RankPool, name: str) -> None:
     assert_same(pool.run(fit_averaged_twice, name)[0], pool.run(fit_averaged_twice, DDP)[0])
 
 
-def fit_swa(name: str, model: str = "transformer", **flags: Any) -> Fitted:
+def fit_swa(name: str, module: type[Lit], recipe: Recipe = MOMENTUM, **flags: Any) -> Fitted:
     swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
-    return fit(name, MOMENTUM, Normed if model == "normed" else Lit, callbacks=[swa], max_epochs=4, **flags)
+    return fit(name, recipe, module, callbacks=[swa], max_epochs=4, **flags)
 
 
 class Normed(Lit):
@@ -226,10 +230,28 @@ class Normed(Lit):
 
 
 @ranks(2)
-@main_names_and("model", "normed", "transformer")
+@main_names_and("module", Normed, Lit)
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
-def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
-    assert_same(pool.run(fit_swa, name, model)[0].weights, pool.run(fit_swa, DDP, model)[0].weights)
+def test_stochastic_weight_averaging(pool: RankPool, name: str, module: type[Lit]) -> None:
+    assert_same(pool.run(fit_swa, name, module)[0].weights, pool.run(fit_swa, DDP, module)[0].weights)
+
+
+class Rounded(Lit):
+    """Has fp32 weights, with the values of bf16 ones."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.to(torch.bfloat16).float()
+
+
+@ranks(2)
+@main_names
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
+def test_stochastic_averages_of_16_bit_weights_are_those_of_their_masters(pool: RankPool, name: str) -> None:
+    """Whether the module had 16 bits before or not."""
+    of = ((Lit, MOMENTUM_16), (Rounded, MOMENTUM))
+    actual, expected = (pool.run(fit_swa, name, *each, precision="bf16-true")[0].weights for each in of)
+    assert_same(actual, expected)
 
 
 @ranks(2)

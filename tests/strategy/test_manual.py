@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models, place
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from helpers.reference import reduce_ranks
 from lightning import LightningModule
 from strategy.fits import (
@@ -34,7 +34,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_zero import DynamicLossScaler, ZeroPrecision
+from lightning_zero import DynamicLossScaler, ZeroPrecision, gathered_parameters
+from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.update import LossScaler
 
 
@@ -110,6 +111,51 @@ def test_a_scheduler_without_a_step_is_the_users_affair(pool: RankPool, name: st
     recipe = Recipe(optimizer="momentum", scheduled=True)
     results = pool.run(fit, name, dataclasses.replace(recipe, scheduled=False), OwnScheduler)
     assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
+
+
+class Functional(Manual):
+    """Computes with a weight outside all units as a tensor, and runs several backwards in a step."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.model.tokens(batch)
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        return (hidden @ self.model.tokens.weight.T).square().mean()
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer, weight = self.optimizers(), self.model.tokens.weight
+        optimizer.zero_grad()
+        first, second = self.loss(batch), self.loss(batch.flip(-1))
+        with gathered_parameters(self):
+            self.notes.append(weight.norm().item())
+        self.manual_backward(first, retain_graph=True)
+        self.notes.append(weight.norm().item())
+        self.manual_backward(second)
+        self.manual_backward(first)
+        optimizer.step()
+        self.notes.append(weight.norm().item())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.freed = isinstance(self.model.tokens.weight, FreedParameter)
+
+
+def fit_functional(name: str) -> tuple[Fitted, bool]:
+    lit = Functional(Recipe())
+    trainer = make_trainer(name)
+    trainer.fit(lit)
+    return observe(trainer, lit), lit.freed
+
+
+@ranks(2)
+def test_weights_outside_all_units_can_be_used_throughout_a_step(pool: RankPool) -> None:
+    """After a backward, too, and after a context that gathers them."""
+    (expected, freed), *_ = pool.run(fit_functional, "zero2")
+    assert not freed
+    for actual, freed in pool.run(fit_functional, "zero3"):
+        assert actual.notes == expected.notes
+        assert freed
+        if actual.weights:
+            assert_same(actual.weights, expected.weights)
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAN
@@ -199,8 +245,34 @@ def plain_gan(world: int) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in gan.state_dict().items()}
 
 
-def fit_gan(name: str) -> Fitted:
-    gan = Gan(toggle=False)
+class RawGan(Gan):
+    """Calls the optimizers themselves, which Lightning does not notice."""
+
+    def optimizers(self, use_pl_optimizer: bool = False) -> Any:
+        return super().optimizers(use_pl_optimizer)
+
+
+class NestedGan(Gan):
+    """Calls one optimizer itself in the closure of the other's step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        (generator, discriminator), schedulers = self.optimizers(), self.lr_schedulers()
+
+        def closure() -> None:
+            for optimizer, loss in ((generator, self.generator_loss), (discriminator, self.discriminator_loss)):
+                value = loss(*batch)
+                optimizer.zero_grad()
+                self.manual_backward(value)
+                if optimizer is generator:
+                    generator.optimizer.step()
+
+        discriminator.step(closure)
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def fit_gan(name: str, module: type[Gan] = Gan) -> Fitted:
+    gan = module(toggle=False)
     trainer = make_trainer(name)
     trainer.fit(gan)
     return observe(trainer, gan)  # type: ignore[arg-type]
@@ -217,6 +289,15 @@ def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str) -> None:
     assert all(name.startswith("generator") for name in generator)
     assert all(values.keys() == {"step", "sum"} for values in discriminator.values())
     assert results[0].steps == 2 * STEPS
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", slow_unless(("zero1",), ("zero1", "zero2", "zero3", "zero1_offload")))
+def test_a_step_of_the_optimizer_itself_shows_at_once(pool: RankPool, name: str) -> None:
+    """The second network computes with the first one, which has just been updated, also in a closure."""
+    for module in (RawGan, NestedGan):
+        results = pool.run(fit_gan, name, module)
+        assert_same(results[0].weights, plain_gan(pool.world_size), native="offload" in name)
 
 
 # --------------------------------------------------------------------------------------------------- loss scaled GAN

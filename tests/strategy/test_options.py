@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import subprocess
 import sys
 import typing
@@ -27,7 +28,7 @@ OTHERS: dict[str, Any] = {
     "nvme_path": "/local",
     "nvme_buffer_gb": 0.5,
     "nvme_checksums": False,
-    "offload_gradients": "nvme",
+    "offload_gradients": "cpu",
     "accumulate_on_device": True,
     "shard_size": 2,
     "bucket_size_mb": 1.5,
@@ -35,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "persistence_numel": 7,
     "max_live_numel": 8,
     "prefetch_mb": 0.5,
+    "max_in_flight_mb": 0.75,
     "staging_buffer_mb": 0.25,
     "activation_offload": True,
     "activation_offload_mb": 0.25,
@@ -83,6 +85,14 @@ def test_every_word_is_checked() -> None:
     assert {n: typing.get_args(t) for n, t in hints.items() if typing.get_origin(t) is typing.Literal} == CHOICES
 
 
+def test_every_switch_is_true_or_false() -> None:
+    switches = [name for name, type_ in typing.get_type_hints(StrategyOptions).items() if type_ is bool]
+    for name, value in itertools.product(switches, (1, "no", None)):
+        with pytest.raises(TypeError, match=f"{name}={value!r} must be True or False"):
+            StrategyOptions(**{name: value})
+    assert len(switches) > 5
+
+
 def test_options_cannot_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         StrategyOptions().stage = 3  # type: ignore[misc]
@@ -97,6 +107,15 @@ def test_a_fraction_is_more_than_nothing_and_at_most_everything(fraction: Any) -
 def test_a_fraction_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"offload_optimizer='none' offloads nothing; use offload_optimizer='cpu'"):
         StrategyOptions(offload_fraction=0.5)
+
+
+@pytest.mark.parametrize(("where", "optimizer"), [("nvme", "none"), ("nvme", "cpu"), ("cpu", "none")])
+def test_a_place_of_gradients_without_state_on_a_disk_is_refused(where: Any, optimizer: Any) -> None:
+    """But not that they rest with the state."""
+    refusal = rf"offload_gradients='{where}' needs optimizer state on a disk.*got offload_optimizer='{optimizer}'"
+    with pytest.raises(ValueError, match=refusal):
+        StrategyOptions(offload_optimizer=optimizer, offload_gradients=where)
+    StrategyOptions(offload_optimizer="cpu", offload_gradients="cpu")
 
 
 def test_a_path_may_begin_at_home() -> None:

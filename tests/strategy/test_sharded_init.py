@@ -204,7 +204,7 @@ def made_before_a_spawn() -> bool:
     return in_shards(lit)
 
 
-def test_before_a_spawn_the_module_is_whole(pool2: RankPool) -> None:
+def test_before_a_spawn_the_module_is_unsharded(pool2: RankPool) -> None:
     assert pool2.run(made_before_a_spawn) == [False, False]
 
 

@@ -199,7 +199,7 @@ def test_plugins_together(pool2: RankPool, name: str, tmp_path: Path) -> None:
 @NAMES
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_stochastic_weight_averaging(pool2: RankPool, name: str) -> None:
-    assert_same(pool2.run(fit_swa, name)[0].weights, pool2.run(fit_swa, DDP)[0].weights)
+    assert_same(pool2.run(fit_swa, name, Lit)[0].weights, pool2.run(fit_swa, DDP, Lit)[0].weights)
 
 
 @NAMES

@@ -371,7 +371,11 @@ def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     expected = lit.model(tokens)
     exported = torch.export.export(lit.model, (tokens,)).module()(tokens)
     traced = torch.jit.trace(lit.model, (tokens,))(tokens)
-    return torch.equal(exported, expected), torch.equal(traced, expected), {p.dtype for p in lit.parameters()}
+    return (
+        torch.equal(exported, expected),
+        torch.equal(traced, expected),
+        {lit.dtype, *(p.dtype for p in lit.parameters())},
+    )
 
 
 @ranks(1)

@@ -20,18 +20,31 @@ from strategy.fits import Lit, Recipe, make_trainer, state_of
 from torch import Tensor
 
 from lightning_zero import CollectiveError, ZeroStrategy
+from lightning_zero.integration import private
+from lightning_zero.integration.launchers import GatheringLauncher
 from lightning_zero.sharding import Subject
+from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.storage import Ticket
 
 
 class Failing(Lit):
-    """Fails in the second step: on all ranks, on rank 1 alone, or on rank 0 a collective later than on rank 1."""
+    """Fails in the second step: on all ranks, on rank 1 alone, or on rank 0 a collective later than on rank 1.
+
+    Or on all ranks between the updates of two buckets.
+    """
 
     where: str
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        if index == 1:
+        if index == 1 and self.where != "step":
             self._fail()
         return super().training_step(batch, index)
+
+    def begin_update(self, bucket: Bucket, update: Any) -> Ticket:
+        self.notes.append(bucket)
+        if self.trainer.global_step == 1 and self.notes.count(self.notes[0]) == 2 and bucket is not self.notes[0]:
+            self._fail()
+        return BEGIN_UPDATE(bucket, update)
 
     def _fail(self) -> None:
         strategy = self.trainer.strategy
@@ -47,12 +60,24 @@ class Failing(Lit):
         raise LookupError("no such token")
 
 
+class Full(OnExceptionCheckpoint):
+    """Finds no space on its disk."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise OSError("no space left")
+
+
+BEGIN_UPDATE = Bucket.begin_update
+
+
 def fail(where: str, strategy: dict[str, Any], folder: str) -> tuple[str, list[str], list[str]]:
     """The error of a fit, its notes, and the checkpoints that callbacks have saved then."""
     callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, filename="other", save_on_exception=True)]
+    callbacks[:0] = [Full(folder)] * (where == "everywhere")
     trainer, lit = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True), Failing(Recipe())
     lit.where = where
     with (
+        mock.patch.object(Bucket, "begin_update", autospec=True, side_effect=lit.begin_update),
         mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.2 if where == "alone" else 5.0),
         pytest.raises((LookupError, CollectiveError)) as caught,
     ):
@@ -76,20 +101,48 @@ def test_a_failing_rank_saves_nothing_that_others_do_not_save(pool: RankPool, wh
 
 @ranks(2, slow=[4])
 def test_what_fails_on_all_ranks_is_saved(pool: RankPool, tmp_path: Path) -> None:
-    """Also where there are several shard groups."""
+    """Also where there are several shard groups, and where one of the saves fails: the first error is raised."""
     for error, notes, saved in pool.run(fail, "everywhere", {"stage": 3, "shard_size": 2}, str(tmp_path)):
-        assert (error, notes) == ("no such token", [])
+        assert (error, notes) == ("no such token", ["Full could not save: OSError('no space left')"])
         assert saved == ["on_exception.ckpt", "other.ckpt"]
 
 
+def test_a_step_that_fails_between_two_updates_is_not_saved(pool1: RankPool, tmp_path: Path) -> None:
+    """Its parameters belong to two steps."""
+    ((error, notes, saved),) = pool1.run(fail, "step", {"stage": 3}, str(tmp_path))
+    assert (error, saved) == ("no such token", [])
+    assert all("has saved nothing: the step that failed may have updated some" in note for note in notes)
+    assert len(notes) == 2
+
+
+def fail_in_other_processes(folder: str) -> tuple[list[str], list[Path], bool]:
+    """Notes of an error of ranks that this process has started, what was saved, and whether callbacks are as before."""
+    callback = OnExceptionCheckpoint(folder)
+    trainer = make_trainer("zero2", callbacks=[callback], enable_checkpointing=True)
+    trainer.strategy._launcher = GatheringLauncher(trainer.strategy, "spawn")  # type: ignore[attr-defined,arg-type]
+    with (
+        mock.patch.object(private.MultiProcessingLauncher, "launch", side_effect=LookupError("rank 1 gave up")),
+        pytest.raises(LookupError) as caught,
+    ):
+        trainer.fit(Lit(Recipe()))
+    return getattr(caught.value, "__notes__", []), [*Path(folder).iterdir()], "on_exception" not in vars(callback)
+
+
+def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPool, tmp_path: Path) -> None:
+    (((note,), saved, as_before),) = pool1.run(fail_in_other_processes, str(tmp_path))
+    assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
+    assert saved == []
+    assert as_before
+
+
 class Signalled(Lit):
-    """SLURM's signal comes to the last rank alone, in the second step."""
+    """SLURM's signal comes to the last rank alone, in the second step, of which it may be the first micro-batch."""
 
     after: dict[str, Tensor]
     at: str
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        if index == 1 and self.at == "forward":
+        if index == self.trainer.accumulate_grad_batches and self.at == "forward":
             self._signal()
         if index == 1 and self.at == "backward":
             next(self.model.parameters()).register_hook(lambda _: self._signal())  # type: ignore[arg-type,return-value]
@@ -106,11 +159,11 @@ class Signalled(Lit):
             self.notes.append(sorted(path.name for path in Path(self.trainer.default_root_dir).glob("*.ckpt")))
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
-        if index == (0 if self.at == "validation" else 1):
+        if index == (0 if self.at == "validation" else 2 * self.trainer.accumulate_grad_batches - 1):
             self.after = state_of(self.trainer)
 
 
-def requeue(at: str, options: dict[str, Any], folder: str) -> list[Any]:
+def requeue(at: str, micro: int, options: dict[str, Any], folder: str) -> list[Any]:
     """Which files were there when the handler of the signal had returned, where it has run."""
     program, rank, size = Path(folder, "scontrol"), dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -125,8 +178,9 @@ def requeue(at: str, options: dict[str, Any], folder: str) -> list[Any]:
             default_root_dir=folder,
             limit_val_batches=1,
             val_check_interval=1,
+            accumulate_grad_batches=micro,
         )
-        lit = Signalled(Recipe())
+        lit = Signalled(Recipe(micro=micro))
         lit.at = at
         trainer.fit(lit)
     if rank == 0:
@@ -138,8 +192,11 @@ def requeue(at: str, options: dict[str, Any], folder: str) -> list[Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("at", ["forward", "backward", "validation"])
-def test_a_requeued_job_saves_at_the_end_of_the_batch(pool: RankPool, at: str, tmp_path: Path) -> None:
-    """Of the batch, or of the validation, in which one rank was signalled: all ranks save there, once."""
+@pytest.mark.parametrize(("at", "micro"), [("forward", 2), ("backward", 1), ("validation", 1)])
+def test_a_requeued_job_saves_at_the_end_of_the_step(pool: RankPool, at: str, micro: int, tmp_path: Path) -> None:
+    """Of the step, or of the validation, in which one rank was signalled: all ranks save there, once.
+
+    A checkpoint between two micro-batches would lack the gradient of the first.
+    """
     options = {"stage": 3, "skip_nonfinite": False, "update_in_backward": at == "backward"}
-    assert pool.run(requeue, at, options, str(tmp_path)) == [[], [[]]]
+    assert pool.run(requeue, at, micro, options, str(tmp_path)) == [[], [[]]]

@@ -16,12 +16,6 @@ namespace lightning_zero {
 // Elements i of a parameter with equal i / kBlockLength share a scale.
 constexpr std::size_t kBlockLength = 256;
 
-// The number of blocks that contain any of `count` elements, the first of which is element `lead` of its
-// block.
-constexpr std::size_t blocks_touched(std::size_t lead, std::size_t count) {
-  return count == 0 ? 0 : (lead + count + kBlockLength - 1) / kBlockLength;
-}
-
 // The same `count` numbers in two representations: in fp32 and in blocks.
 struct BlockArrays {
   float* whole;

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
 
 namespace lightning_zero {
 
@@ -23,7 +22,6 @@ struct Transfer {
 // The failure of a transfer: `code` is an errno, or 0 if the file ends before the range does.
 struct TransferFailure {
   int code;
-  int file;
   std::uint64_t offset;
 };
 
@@ -38,8 +36,9 @@ struct DiskCalls {
 
 extern const DiskCalls kSystemDiskCalls;
 
-// Transfers blocks, several at a time. Every result is checked: a block that was interrupted or transferred
-// in part continues where it stopped, and of failures the one with the smallest offset is reported.
+// Transfers ranges in blocks, several at a time. Every result is checked: a block that was interrupted or
+// transferred in part continues where it stopped, and of failures the one with the smallest offset is
+// reported.
 class DiskPool {
  public:
   DiskPool();
@@ -47,18 +46,18 @@ class DiskPool {
   DiskPool(const DiskPool&) = delete;
   DiskPool& operator=(const DiskPool&) = delete;
 
-  // Reads or writes all transfers and returns when all have ended, so that the memory is the caller's again.
-  // Every address, length, offset and the block length must be multiples of `alignment`: the alignment that
+  // Reads or writes a range and returns when all of its blocks have ended, so that the memory is the caller's
+  // again. Address, length, offset and the block length must be multiples of `alignment`: the alignment that
   // O_DIRECT requires, or 1. After a failure, blocks that have not begun are skipped. May be called from any
   // thread. Throws std::logic_error in the child of a fork, which has neither the threads nor the rings.
-  std::optional<TransferFailure> transfer(Direction direction, const std::vector<Transfer>& transfers,
+  std::optional<TransferFailure> transfer(Direction direction, const Transfer& transfer,
                                           std::size_t alignment);
 
  protected:
   bool forked() const;  // whether this process is not the one that has made the pool
 
  private:
-  virtual std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
+  virtual std::optional<TransferFailure> run(Direction direction, const Transfer& transfer,
                                              std::size_t alignment) = 0;
 
   const pid_t process_;
@@ -75,7 +74,7 @@ class DiskThreads : public DiskPool {
  private:
   class Workers;
 
-  std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
+  std::optional<TransferFailure> run(Direction direction, const Transfer& transfer,
                                      std::size_t alignment) override;
 
   std::unique_ptr<Workers> workers_;

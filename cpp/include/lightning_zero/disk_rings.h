@@ -56,7 +56,7 @@ class DiskRings : public DiskPool {
             void (*pause)() = kSystemDiskCalls.pause);
 
  private:
-  std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
+  std::optional<TransferFailure> run(Direction direction, const Transfer& transfer,
                                      std::size_t alignment) override;
   std::unique_ptr<Ring> take();
   void give(std::unique_ptr<Ring> ring);  // a null pointer stands for a ring that is broken

@@ -63,7 +63,8 @@ class Update {
     const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(second) % bytes;
     const std::size_t aligned = (bytes - misaligned) % bytes / sizeof(Second);
     const bool odd = kOrder == Order::interleaved && (first_index_ + aligned) % 2 != 0;
-    stream = stream && Master::streams && second != nullptr && !odd;
+    const bool possible = misaligned % sizeof(Second) == 0 && !odd;
+    stream = stream && Master::streams && second != nullptr && possible;
     if (stream) return aligned;
     return kOrder == Order::interleaved ? first_index_ % 2 : 0;
   }
@@ -96,13 +97,9 @@ class Update {
 
   // Updates fewer elements than a block has, in a padded copy, so that they are computed like all others.
   [[gnu::noinline]] void partial(const Pointers& at, std::size_t offset, std::size_t count) const {
-    // The copy of an interleaved block begins at an even index.
+    // The copy of an interleaved block begins at an even index. It has room for all elements: the first ones
+    // end and the last ones begin at an even index, too.
     const std::size_t lead = kOrder == Order::interleaved ? (first_index_ + offset) % 2 : 0;
-    if (lead + count > kBlock) {
-      const std::size_t fits = kBlock - lead;
-      partial(at, offset, fits);
-      return partial(at.at(fits), offset + fits, count - fits);
-    }
     Grad grad[kBlock] = {};
     First first[kBlock] = {};
     Second second[kBlock] = {};

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_zero.engine import Engine
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.sharding import Mesh
-from lightning_zero.update import ShardUpdater
+from lightning_zero.update import Updater
 
 
 class ShardedModule(nn.Module):
@@ -73,11 +73,10 @@ class EnginesStrategy(DDPStrategy):
             return None if module.engine.released else module.engine
         return next((sharded.engine for sharded in self._sharded if sharded.module is module), None)
 
-    def _updater_of(self, optimizer: Optimizer) -> tuple[Engine, ShardUpdater] | None:
+    def _updater_of(self, optimizer: Optimizer) -> tuple[Engine, Updater] | None:
         for engine in self.engines:
             for updater in engine.updaters:
                 if updater.optimizer is optimizer:
-                    assert isinstance(updater, ShardUpdater)
                     return engine, updater
         return None
 

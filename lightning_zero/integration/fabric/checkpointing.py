@@ -43,7 +43,7 @@ class CheckpointingStrategy(EnginesStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         engine = self._engine_with(module)
         if engine is None:
-            super().load_module_state_dict(module, dict(state_dict), strict)
+            super().load_module_state_dict(module, _checkpoint.state_for(module, state_dict), strict)
         else:
             _checkpoint.load_module_state_dict(engine, state_dict, strict)
 
@@ -73,16 +73,17 @@ class CheckpointingStrategy(EnginesStrategy):
         contents[WRITTEN_BY] = self._written_by(self._mesh)
         _checkpoint.follow_first(self.engines)
         world = self._mesh.world
-        if self._is_ours and storage_options is None:
-            form, checksums = self.options.checkpoint_format, self.options.checksums
-            target = _checkpoint.locate(path)
-            save = _checkpoint.begin(form, contents, target, self.engines, world, checksums=checksums)
-            if save is not None:
-                save.write(world)
-                return
-        _checkpoint.fetch_for_first(contents, self.engines)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(contents, path, storage_options)
+        with _checkpoint.pickled_as_masters(self.engines):
+            if self._is_ours and storage_options is None:
+                form, checksums = self.options.checkpoint_format, self.options.checksums
+                target = _checkpoint.locate_first(path, world)
+                save = _checkpoint.begin(form, contents, target, self.engines, world, checksums=checksums)
+                if save is not None:
+                    save.write(world)
+                    return
+            _checkpoint.fetch_for_first(contents, self.engines)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(contents, path, storage_options)
 
     def _state_of(self, value: Any) -> Any:
         """The entry of a checkpoint for an object; with lazy tensors if the object is sharded."""
@@ -122,6 +123,8 @@ class CheckpointingStrategy(EnginesStrategy):
         Raises:
             KeyError: a name is not in the checkpoint.
             CheckpointError: the checkpoint is incomplete or damaged.
+            RuntimeError: a module has other names or shapes; nothing is loaded then.
+            ValueError: an optimizer has other groups or state; nothing is loaded then.
         """
         if self._is_ours:
             world = Group() if self._mesh is None else self._mesh.world
@@ -131,6 +134,7 @@ class CheckpointingStrategy(EnginesStrategy):
             loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if not isinstance(state, dict):
             if state is not None:
+                self._check(state, loaded, strict)
                 self._load_into(state, loaded, strict)
                 return {}
             return dict(loaded)
@@ -143,7 +147,7 @@ class CheckpointingStrategy(EnginesStrategy):
         written_by = rest.pop(WRITTEN_BY, None) or {}
         found = {name: rest.pop(name) for name in state if name in rest}
         for name, saved in found.items():  # all or nothing
-            self._check(state[name], saved)
+            self._check(state[name], saved, strict)
         for name, saved in found.items():
             if not self._load_into(state[name], saved, strict):
                 state[name] = saved
@@ -152,14 +156,19 @@ class CheckpointingStrategy(EnginesStrategy):
             self.precision.load_state_dict(written_by.get(SCALER) or of_trainer.get("scaler") or {})
         return rest
 
-    def _check(self, value: Any, saved: Any) -> None:
-        if isinstance(value, Optimizer) and (found := self._updater_of(value)):
+    def _check(self, value: Any, saved: Any, strict: bool) -> None:
+        """Check that :meth:`_load_into` can restore a module, or an optimizer that was set up; nothing is changed."""
+        if isinstance(value, nn.Module):
+            engine = self._engine_with(value)
+            module = value if engine is None else engine.module
+            _checkpoint.check_module_state_dict(module, engine, saved, strict)
+        elif isinstance(value, Optimizer) and (found := self._updater_of(value)):
             _checkpoint.check_optimizer_state_dict(*found, saved)
         elif _is_list_of_objects(value):
             if len(value) != len(saved):
                 raise ValueError(f"the checkpoint has {len(saved)} objects where {len(value)} are to be loaded")
             for item, saved_item in zip(value, saved, strict=True):
-                self._check(item, saved_item)
+                self._check(item, saved_item, strict)
 
     def _load_into(self, value: Any, saved: Any, strict: bool) -> bool:
         """Restore an object in place; returns whether this is possible."""

@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_zero.engine import engines_of
@@ -23,7 +24,7 @@ from lightning_zero.integration import engines, preflight, private
 from lightning_zero.integration.fabric.base import ShardedModule
 from lightning_zero.integration.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.fabric.precision import FabricPrecision
-from lightning_zero.integration.names import make_fabric_strategy, refuse_auto, register_in
+from lightning_zero.integration.names import refuse_auto, register_auto_in, register_in
 from lightning_zero.integration.options import StrategyOptions, check_names
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.sharding import ShardingPolicy, unshard_parameters
@@ -115,7 +116,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
         """Register ``zero0`` ... ``zero3_nvme``."""
-        register_in(strategy_registry, make_fabric_strategy, refuse_auto)
+        register_in(strategy_registry, cls)
+        register_auto_in(strategy_registry, refuse_auto)
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -148,7 +150,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             self._mesh = engines.make_mesh(
                 self.options, self.num_nodes, self.num_processes, self.local_rank, self.parallel_devices or ()
             )
-            self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
+            options = self.options
+            lanes = options.overlap, options.in_flight_bytes, options.staging_bytes
+            self._executor = make_executor(self.root_device, *lanes)
         assert isinstance(self.precision, FabricPrecision)
         self.precision.device = self.root_device
 
@@ -164,8 +168,10 @@ class ZeroFabricStrategy(CheckpointingStrategy):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a module without parameters, such as a metric; other modules move bucket by bucket at their set-up."""
-        if next(module.parameters(), None) is None:
+        """Move a metric, or a module without parameters; other modules move bucket by bucket at their set-up."""
+        if not engines_of(module) and (
+            isinstance(module, Metric | MetricCollection) or next(module.parameters(), None) is None
+        ):
             module.to(self.root_device)
 
     @override
@@ -183,7 +189,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         if self._mesh is None:
             raise RuntimeError("fabric.setup was called before fabric.launch(); call fabric.launch() first")
         for engine in engines_of(module):  # of an earlier Fabric or Trainer
-            engine.release()
+            engines.release(engine)
         if optimizers:
             self._check_memory(module, optimizers)
         engine = engines.make_engine(
@@ -195,7 +201,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             self._executor,
             optimizers,
         )
-        private.report_device(module, self.root_device)
+        private.report(module, self.root_device, self._settings.module_dtype)
         sharded = ShardedModule(module, engine)
         self._wrappers.add(sharded)
         return sharded
@@ -238,7 +244,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         if (engine := self._engine_with(module)) is None:
             unshard_parameters(module.parameters())
         else:
-            engine.release()
+            engines.release(engine)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -259,9 +265,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, **kwargs)
-        self._engine_of(optimizer).end_step()  # the following code may read any parameter
-        return output
+        with engines.ending_steps(self._engine_of(optimizer)):  # the following code may read any parameter
+            return super().optimizer_step(optimizer, **kwargs)
 
     @override
     def clip_gradients_norm(

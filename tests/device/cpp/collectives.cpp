@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -115,6 +116,22 @@ class SimWork final : public c10d::Work {
 
   SignalPtr signal_;
   Tensors kept_, results_;
+};
+
+// Gloo's thread copies the state of the thread that calls it. Of hooks of saved tensors it would need
+// Python's lock to count references, while that thread may hold the lock and wait for gloo, in a task that a
+// call from Python came to. So these are put aside, by moves, which count none.
+class WithoutHooks {
+ public:
+  WithoutHooks() { std::swap(own(), aside_); }
+  ~WithoutHooks() { std::swap(own(), aside_); }
+  WithoutHooks(const WithoutHooks&) = delete;
+  WithoutHooks& operator=(const WithoutHooks&) = delete;
+
+ private:
+  using Hooks = at::impl::SavedTensorDefaultHooksTLS;
+  static Hooks& own() { return const_cast<Hooks&>(at::SavedTensorDefaultHooks::get_tls_state()); }
+  Hooks aside_;
 };
 
 Tensors seen_all(const Tensors& tensors) {
@@ -418,7 +435,10 @@ class SimCCL final : public c10d::Backend {
       if (!scheduler().defects.no_caller_waits)
         scheduler().submit(index_of(stream), {"wait for the caller", nullptr, {before}, nullptr});
       c10::StreamGuard on_stream(stream);
-      signal = launch(part.name, Resource::network, part.seconds, std::move(part.run));
+      signal = launch(part.name, Resource::network, part.seconds, [run = std::move(part.run)]() mutable {
+        const WithoutHooks guard;
+        run();
+      });
     }
     progress().expect(signal);
     return c10::make_intrusive<SimWork>(rank_, part.type, signal, part.tensors, part.results);

@@ -237,9 +237,11 @@ void Scheduler::finish(const SignalPtr& signal) {
   raise_errors();
 }
 
+// Not `run_until`: its free choice may take a collective that other ranks come to after this one, and wait
+// for them.
 void Scheduler::progress(const SignalPtr& signal) {
   Lock lock(mutex_);
-  run_until(signal, lock);
+  while (!signal->done) run_toward(signal, lock);
 }
 
 void Scheduler::finish_all() {
