@@ -367,10 +367,11 @@ def attach_module(module: nn.Module, target: Target) -> None:
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if (alive := engine()) is not None:
             alive.zero_grad(module.parameters(), kwargs.get("set_to_none", args[0] if args else True))
-        if own is None:
-            type(module).zero_grad(module, *args, **kwargs)
-        else:
+        if own is not None:
             own(*args, **kwargs)
+        elif alive is None or type(module).zero_grad is not nn.Module.zero_grad:
+            type(module).zero_grad(module, *args, **kwargs)
+        # Torch's own would do the same, but would read gradients, which nobody may between micro-batches.
 
     zero_grad.replaced = own  # type: ignore[attr-defined]
     # An assignment would not do: torch.compile's wrapper passes it on to the module inside.

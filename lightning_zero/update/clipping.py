@@ -106,8 +106,10 @@ class GradientClipping:
             if (bucket := self._map.holder(parameter)) is not None:
                 set_local_grad(parameter, None)
                 by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
-            else:
+            elif set_to_none or parameter.grad is None:
                 parameter.grad = None
+            else:  # as torch does
+                parameter.grad = torch.zeros_like(parameter.grad)
         emptied = False
         if set_to_none and self.used is not None:
             self.used -= cleared

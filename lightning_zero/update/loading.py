@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.update.rules import ELEMENT_WISE
+
 
 def saved_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
     """Lists the parameters of an optimizer for which a state dict has state, with that state."""
@@ -17,6 +19,31 @@ def saved_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # Lengths need not be checked here, because torch refuses groups of other lengths.
     return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
+
+
+def in_torchs_form(
+    optimizer: Optimizer, parameter: Tensor, state: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Gives scalars of a parameter's loaded state the form and place that torch's ``load_state_dict`` gives them.
+
+    Torch's classes count steps in a tensor, but files of torch before 1.12 and of other packages have a number. The
+    count is on the host unless a fused or capturable update reads it on the device; all other scalars are there.
+
+    Args:
+        optimizer: has the parameter.
+        parameter: whose state it is.
+        state: the parameter's state, by name.
+        device: that updates the parameter.
+    """
+    step = state.get("step")
+    if isinstance(step, int | float) and isinstance(optimizer, tuple(ELEMENT_WISE)):
+        state = state | {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
+    scalars = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 0}
+    if (count := scalars.pop("step", None)) is not None and device.type != "cpu":
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+        if group.get("fused") or group.get("capturable"):
+            state = state | {"step": count.detach().to(device, torch.float32)}
+    return state | {name: value.detach().to(device) for name, value in scalars.items()}
 
 
 @contextlib.contextmanager

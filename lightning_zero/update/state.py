@@ -133,7 +133,9 @@ class ShardState(OptimizerState):
         return segment in self._scalars
 
     def describe(self, segment: Segment) -> ParameterState:
-        return ParameterState(self.names(segment), self.scalars(segment))
+        # Readers, other ranks or a checkpoint's, need not have the device of fused, capturable or ASGD's scalars.
+        scalars: State = {name: _on_host(value) for name, value in self.scalars(segment).items()}
+        return ParameterState(self.names(segment), scalars)
 
     def key(self, segment: Segment) -> Hashable:
         """A key that is equal for segments that may be updated as one, as all but their per-element values is equal."""
@@ -395,7 +397,7 @@ class WholeState(OptimizerState):
                 return OwnedTensor(own, leaf.form, leaf.dtype)
             if _is_large(leaf):
                 return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype)
-            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf  # readers need not have the device
+            return _on_host(leaf.detach()) if isinstance(leaf, Tensor) else leaf  # readers need not have the device
 
         return ParameterState((), tree_map(described, self._states[segment.param]))
 
@@ -461,6 +463,10 @@ def _address(tensor: Tensor) -> int:
 def _is_large(leaf: Any) -> TypeGuard[Tensor]:
     """Whether a part of the state is too large to be passed between ranks in the description of the state."""
     return isinstance(leaf, Tensor) and leaf.numel() > 1
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
 def _copies(scalars: State) -> State:

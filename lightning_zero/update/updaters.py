@@ -18,6 +18,7 @@ from lightning_zero.sharding.masters import Master
 from lightning_zero.storage import Memory
 from lightning_zero.torch_private import tree_map
 from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.loading import in_torchs_form
 from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.rules import DTYPES_STATED, ELEMENT_WISE, Traits, settings_of, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
@@ -200,6 +201,7 @@ class Updater(ABC):
         """
         # A CPU optimizer that was used alone has masters in its state. Here masters are set together with the weights.
         state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
+        state = in_torchs_form(self.optimizer, bucket.parameters[index], state, bucket.master.device)
         bucket.await_update()
         for segment in bucket.segments:
             if segment.param == index:

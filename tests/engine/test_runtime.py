@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -586,6 +587,16 @@ def zero_a_submodule(loop: Loop) -> None:
         loop.optimizers[0].step()
 
 
+def zero_a_submodule_between_micro_batches(loop: Loop) -> None:
+    for step in range(3):
+        loop.optimizers[0].zero_grad()
+        with loop.engine.no_sync() if loop.engine is not None else contextlib.nullcontext():
+            loop.backward(loop.loss(step))
+        loop.model.norm.zero_grad()
+        loop.backward(loop.loss(step + 1))
+        loop.optimizers[0].step()
+
+
 def zero_to_zeros(loop: Loop) -> None:
     """Zero gradients are applied: momentum and decay go on."""
     for step in range(3):
@@ -740,6 +751,7 @@ SCRIPTS: list[Callable[[Loop], None]] = [
     zero_by_optimizer,
     zero_by_module,
     zero_a_submodule,
+    zero_a_submodule_between_micro_batches,
     zero_to_zeros,
     never_cleared,
     accumulate_on_clipped,

@@ -163,6 +163,28 @@ def test_what_torch_updates_as_one_tensor_becomes_what_torch_makes_of_parameters
     assert sizes[:6] == ([300, 300, 300, 300, 245, 272] if one else whole[:6])
 
 
+def test_a_step_count_that_is_a_number_goes_on() -> None:
+    """As torch before 1.12 saved it. ``load_state_dict`` makes it a tensor."""
+    first, other, through = (start(Setup(2)) for _ in range(3))
+    for index in range(3):
+        step(first, index)
+    halfway = driver.combine([driver.finish(first)])
+    for name, parameter in other.model.named_parameters():
+        bucket = other.engine.bucket_of(parameter)
+        assert bucket is not None
+        index = bucket.index[id(parameter)]
+        bucket.load({index: halfway.weights[name]})
+        other.updater.load(bucket, index, halfway.optimizer_state[name] | {"step": 3})
+    for index in (3, 4):
+        step(other, index)
+    for index in range(5):
+        step(through, index)
+    expected, got = (driver.combine([driver.finish(one)]) for one in (through, other))
+    for name, weight in expected.weights.items():
+        assert torch.equal(got.weights[name], weight)
+        assert got.optimizer_state[name]["step"] == expected.optimizer_state[name]["step"] == 5
+
+
 def test_reading_makes_no_state() -> None:
     session = start(Setup(2), "adamw")
     (form, *_) = session.updater.describe_state(session.engine.buckets)
