@@ -48,6 +48,17 @@ def memory_limit(root: Path = Path("/")) -> int | Unlimited | None:
     return _smallest(root, "memory", _memory_limit)
 
 
+def swap_limit(root: Path = Path("/")) -> int | Unlimited | None:
+    """Reads how many bytes of swap the control groups of this process allow, beside the smallest memory limit."""
+    swap = _smallest(root, "memory", lambda folder: _limit(folder / "memory.swap.max"))
+    # Version 1 limits memory and swap together.
+    both = _smallest(root, "memory", lambda folder: _limit(folder / "memory.memsw.limit_in_bytes"))
+    memory = memory_limit(root)
+    if swap is None and isinstance(both, int) and isinstance(memory, int):
+        return max(0, both - memory)
+    return swap
+
+
 def memory_group(root: Path = Path("/")) -> tuple[str, int] | None:
     """Finds the control group with the smallest memory limit: a name that is unique on this machine, and bytes."""
     found = [
@@ -65,8 +76,12 @@ def memory_group(root: Path = Path("/")) -> tuple[str, int] | None:
 
 
 def _memory_limit(folder: Path) -> int | Unlimited | None:
-    text = read_text(folder / "memory.max")
-    text = (read_text(folder / "memory.limit_in_bytes") if text is None else text) or ""
+    unified = _limit(folder / "memory.max")
+    return _limit(folder / "memory.limit_in_bytes") if unified is None else unified
+
+
+def _limit(path: Path) -> int | Unlimited | None:
+    text = read_text(path) or ""
     if text.strip() == "max":
         return "unlimited"
     if not text.strip().isdecimal():

@@ -55,7 +55,7 @@ class Here:
     """Answers that this machine suggests.
 
     Attributes:
-        gpu: what it has, by its memory; the same for a machine that has none.
+        gpu: what it has, by its memory, or "this" where no known one has so much; a size for a machine that has none.
         gpus: how many.
         host: memory that a process of it may take.
         nodes: machines of the job that this process is in.
@@ -77,9 +77,11 @@ class Here:
             device = torch.device(kind.type, 0)
             total = device_type(device).total_bytes(device)
             gpus = torch.accelerator.device_count()
-            gpu = gpu if total is None else f"{total / _GIB:.1f}GB"
-        known = [limits.machine_memory().get("MemTotal", limits.physical_memory()), memory_limit()]
-        sizes = [nbytes for nbytes in known if isinstance(nbytes, int)]
+            if total is not None:
+                known = any(each.memory >= total for each in GPUS.values())
+                gpu = f"{total / _GIB:.1f}GB" if known else THIS
+        memory = [limits.machine_memory().get("MemTotal", limits.physical_memory()), memory_limit()]
+        sizes = [nbytes for nbytes in memory if isinstance(nbytes, int)]
         host = f"{min(sizes) / _GIB:.1f}GiB" if sizes else "64GB"
         told = os.environ.get("SLURM_JOB_NUM_NODES", "")
         nodes = max(1, int(told)) if re.fullmatch("[0-9]{1,9}", told) else 1

@@ -29,7 +29,7 @@ def to_yaml(
 
     Args:
         remarks: lines at the top.
-        groups: the option of each group; "": a class with arguments, among the settings.
+        groups: the option of each group; "": none, but a class with arguments, among the settings.
         settings: values by dotted keys.
         notes: remarks on settings, by their keys.
         experiment: write a file for the group `experiment` of an application, which overrides the application's
@@ -38,8 +38,10 @@ def to_yaml(
     lines = ["# @package _global_"] if experiment else []
     lines += [*(f"# {remark}" for remark in remarks), "defaults:"]
     for name, option in (groups if experiment else _COMPLETE | dict(groups)).items():
-        if option:
-            lines.append(f"  - {'override /' if experiment else ''}{name}: {option}")
+        if experiment:  # without an option, those of the application must not mix with the settings
+            lines.append(f"  - override /{name}: {option or 'null'}")
+        elif option:
+            lines.append(f"  - {name}: {option}")
     lines.append("  - _self_")
     for name, node in _nested(settings).items():
         lines += ["", *_lines(notes, name, name, node, 0)]

@@ -35,9 +35,10 @@ class FromDeepSpeed:
 
         If it names none, or "auto", that is ``Trainer(precision=...)``, as under Lightning's strategy for DeepSpeed.
 
-        A warning lists the keys that are not supported or unknown. Clipping, accumulation, batch size, optimizer and
-        scheduler are not options of a strategy; a message says where to set them. ``lightning-zero import-deepspeed``
-        prints a table of all keys, and writes all of them as a Hydra configuration.
+        A warning lists the keys that are not supported or unknown, and those that belong to a precision where the file
+        names none. Clipping, accumulation, batch size, optimizer and scheduler are not options of a strategy; a message
+        says where to set them. ``lightning-zero import-deepspeed`` prints a table of all keys, and writes all of them
+        as a Hydra configuration.
 
         Args:
             config: path of a ``ds_config.json``, or the dictionary.
@@ -50,22 +51,39 @@ class FromDeepSpeed:
         """
         imported = import_deepspeed(config, ranks=ranks)
         settings = STRATEGIES[imported.groups["strategy"]] | imported.below("strategy") | options
-        named = imported.groups.get("precision", "fp32") != "fp32" or imported.below("precision")
-        if named and "precision_plugin" not in options:
-            settings["precision_plugin"] = _precision(imported)
+        if "precision_plugin" not in options:
+            settings |= _precision(imported)
         _report(imported)
         return cls(**settings)
 
 
-def _precision(imported: Import) -> ZeroPrecision:
-    group = imported.groups["precision"]
+def _precision(imported: Import) -> dict[str, ZeroPrecision]:
+    """Make the plugin, as an option of the strategy; without a precision in the file there is none."""
+    group = imported.groups.get("precision")
     arguments = imported.below("precision")
+    if group is None:
+        _warn_of_open_precision(imported, arguments)
+        return {}
+    if group == "fp32" and not arguments:
+        return {}
     arguments["precision"] = _NAMES[group]
     scaler = imported.below("precision.scaler")
     plain: dict[str, Any] = {name: value for name, value in arguments.items() if not name.startswith("scaler.")}
     if group.startswith("fp16"):
         plain["scaler"] = StaticLossScaler(**scaler) if "scale" in scaler else DynamicLossScaler(**scaler)
-    return ZeroPrecision(**plain)
+    return {"precision_plugin": ZeroPrecision(**plain)}
+
+
+def _warn_of_open_precision(imported: Import, arguments: Mapping[str, Any]) -> None:
+    if not arguments:
+        return
+    keys = ", ".join(imported.sources[f"precision.{name}"] for name in arguments)
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    rank_zero_warn(
+        f'{imported.name or "the DeepSpeed configuration"} leaves the precision to the Trainer, as "auto"; these '
+        f"settings, which belong to one, are not applied: {keys}. To apply them, pass "
+        f"precision_plugin=ZeroPrecision(..., {given}) with a precision such as 'bf16-mixed'"
+    )
 
 
 def _report(imported: Import) -> None:

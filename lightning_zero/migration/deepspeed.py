@@ -213,14 +213,21 @@ class _Translation(Classification):
         """Tells whether the chosen precision makes a key meaningless, and why."""
         section = key.name.split(".", maxsplit=1)[0]
         section = {"bfloat16": "bf16"}.get(section, section)
-        if section in ("fp16", "bf16") and self.mode != section:
-            if section not in self.open_modes or not key.here:
-                return Status.no_meaning, key.moot or f"{section} is not enabled"
-            value = key.convert(self.values[key.name])
-            return Status.open, f"with precision={section}_true: {key.here}={value}"
-        if key.here.startswith("precision.scaler.") and "precision.scaler.scale" in self.result.settings:
+        is_open = section in self.open_modes
+        if section in ("fp16", "bf16") and self.mode != section and not (is_open and key.here):
+            return Status.no_meaning, key.moot or f"{section} is not enabled"
+        if key.here.startswith("precision.scaler.") and self.values.get("fp16.loss_scale"):
             return Status.no_meaning, "fp16.loss_scale is fixed"
-        return None
+        if not is_open or self.mode == section:
+            return None
+        value = key.convert(self.values[key.name])
+        if key.name != "fp16.loss_scale":
+            return Status.open, f"with precision={section}_true: {key.here}={value}"
+        if not value:
+            return Status.kept, "0: it changes while training"
+        return Status.open, (
+            f"with precision=fp16_static: precision.precision=16-true precision.scaler.scale={float(value)}"
+        )
 
     # -- batch ----------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,8 @@ def claims(
     boot, own = limits.boot(root), f"of rank {rank}"
     memory = limits.machine_memory(root)
     swap = memory.get("SwapTotal", 0)  # it is slow, but no process is killed
+    if isinstance(allowed := cgroups.swap_limit(root), int):
+        swap = min(swap, allowed)
     found: list[tuple[Pool, int]] = []
     total = memory.get("MemTotal", limits.physical_memory())
     if total is not None:

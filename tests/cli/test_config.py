@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from strategy.fits import Lit, Recipe
 from typer.testing import CliRunner, Result
 
-from lightning_zero.cli import app
+from lightning_zero.cli import app, config
+from lightning_zero.cli.questions import Answers
 from lightning_zero.config import build_trainer
 from lightning_zero.planning.machine import this_machine
 
@@ -73,6 +75,18 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
     moved = json.loads(invoke(f"{LARGE} --activation-offload --strategy zero3_offload --out moved.yaml --json").stdout)
     assert moved["settings"]["strategy.activation_offload"] is True
+
+
+@pytest.mark.parametrize(("gib", "default"), [(79.2, "79.2GB"), (179.1, "this")])
+def test_a_gpu_larger_than_the_known_ones_is_this_machines(
+    monkeypatch: pytest.MonkeyPatch, gib: float, default: str
+) -> None:
+    kind = SimpleNamespace(total_bytes=lambda device: int(gib * 2**30))
+    monkeypatch.setattr(config, "device_type", lambda device: kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    here = config.Here.find()
+    assert (here.gpus, Answers({}).ask(config._gpu(here))) == (8, default)
 
 
 def test_a_name_on_a_disk_whose_folder_has_a_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

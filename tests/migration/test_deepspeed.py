@@ -14,14 +14,14 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import build_optimizers, build_trainer
 from lightning_zero.config.deepspeed import to_yaml
 from lightning_zero.migration import MigrationError, Row, Status, import_deepspeed
 from lightning_zero.migration import keys as kinds
 from lightning_zero.migration.classify import nearest
 from lightning_zero.migration.deepspeed_keys import DEVICE, KEYS, POWER, STAGE
-from lightning_zero.migration.deepspeed_training import OPTIMIZERS, SCHEDULERS
+from lightning_zero.migration.deepspeed_training import OPTIMIZERS, SCHEDULERS, TORCH_CLASSES
 
 # As people write them who train with the Trainer of Hugging Face.
 HUGGING_FACE = {
@@ -202,7 +202,7 @@ def test_a_file_of_hugging_face() -> None:
         "scheduler.warmup_steps": 1,
     }
     assert {row.key for row in imported.of(Status.open)} == {
-        *(f"fp16.{name}" for name in ("enabled", "loss_scale", "initial_scale_power", "hysteresis")),
+        *(f"fp16.{name}" for name in ("enabled", "initial_scale_power", "hysteresis")),
         "bf16.enabled",
         *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
         "scheduler.params.warmup_num_steps",
@@ -215,8 +215,22 @@ def test_a_file_of_hugging_face() -> None:
     assert imported.of(Status.unsupported, Status.unknown) == []
     rows = {row.key: row for row in imported.rows}
     assert "precision=fp16_true: precision.scaler.init_scale=4096.0" in rows["fp16.initial_scale_power"].note
+    assert (rows["fp16.loss_scale"].status, rows["fp16.loss_scale"].note) == (
+        Status.kept,
+        "0: it changes while training",
+    )
     assert rows["scheduler.params.warmup_max_lr"].note == "null, the optimizer's lr"
     assert rows["zero_optimization.reduce_bucket_size"].note == "it is not for stage 3"
+
+
+def test_a_fixed_loss_scale_of_an_open_precision_says_what_sets_it() -> None:
+    rows = rows_of({"fp16": {"enabled": "auto", "loss_scale": 128, "hysteresis": 3}})
+    said = "with precision=fp16_static: precision.precision=16-true precision.scaler.scale=128.0"
+    assert (rows["fp16.loss_scale"].status, rows["fp16.loss_scale"].note) == (Status.open, said)
+    assert (rows["fp16.hysteresis"].status, rows["fp16.hysteresis"].note) == (
+        Status.no_meaning,
+        "fp16.loss_scale is fixed",
+    )
 
 
 @pytest.mark.parametrize(
@@ -586,6 +600,21 @@ def test_the_yaml_of_an_experiment_overrides_only_what_the_file_says(tmp_path: P
     assert "trainer:\n  gradient_clip_val: 0.5 # gradient_clipping\n" in text
 
 
+def test_an_optimizer_without_an_option_replaces_that_of_the_application(tmp_path: Path) -> None:
+    """None of the application's own options stays, such as the betas of AdamW."""
+    (tmp_path / "experiment").mkdir()
+    conf = Path(__file__).resolve().parents[2] / "examples" / "gpt2" / "conf"
+    for name in TORCH_CLASSES.values():
+        imported = import_deepspeed({"optimizer": {"type": name, "params": {"lr": 0.25}}})
+        (tmp_path / "experiment" / "mine.yaml").write_text(to_yaml(imported, experiment=True))
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            overrides = [f"hydra.searchpath=['file://{tmp_path}']", "experiment=mine", "scheduler=none"]
+            cfg = compose("train", overrides=overrides)
+        assert cfg.optimizer == {"_target_": f"torch.optim.{name}", "lr": 0.25}
+        built = build_optimizers(cfg.optimizer, cfg.scheduler, nn.Linear(1, 1).parameters(), 10)["optimizer"]
+        assert (type(built).__name__, built.param_groups[0]["lr"]) == (name, 0.25)
+
+
 def test_in_code_the_rest_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     config = BATCH | {"zenflow": {}, "optimizer": ADAMW, "zero_optimization": {"stage": 1, "super_offload": False}}
     with pytest.warns(UserWarning, match="are not taken over: zenflow: did you mean zero_optimization.zenflow"):
@@ -603,3 +632,14 @@ def test_a_file_without_a_precision_leaves_it_to_the_trainer() -> None:
         strategy = ZeroStrategy.from_deepspeed({"zero_optimization": {"stage": 2}} | config)
         trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", logger=False)
         assert trainer.precision_plugin.precision == expected
+
+
+def test_what_belongs_to_a_precision_that_is_open_is_not_applied(recwarn: pytest.WarningsRecorder) -> None:
+    left_open = {"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}
+    strategy = ZeroStrategy.from_deepspeed(left_open, precision_plugin=ZeroPrecision("bf16-true"))
+    assert strategy.precision_plugin.precision == "bf16-true"
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"not applied: data_types.grad_accum_dtype.*\(\.\.\., grad_dtype='float32'\)"):
+        strategy = ZeroStrategy.from_deepspeed(left_open)
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", logger=False)
+    assert trainer.precision_plugin.precision == "bf16-mixed"

@@ -93,6 +93,28 @@ def test_what_a_process_has_and_uses(tmp_path: Path) -> None:
     assert wanted == {7}
 
 
+@pytest.mark.parametrize(
+    ("files", "swap"),
+    [
+        ({}, 64),
+        ({"job/memory.swap.max": 0}, 0),
+        ({"job/memory.swap.max": "max", "memory.swap.max": 8 * MIB}, 8),
+        ({"job/memory.swap.max": 128 * MIB}, 64),
+        ({"job/memory.memsw.limit_in_bytes": 20 * MIB, "memory.memsw.limit_in_bytes": 40 * MIB}, 4),
+        ({"job/memory.memsw.limit_in_bytes": 2**63 - 4096}, 64),
+    ],
+)
+def test_swap_counts_as_far_as_a_container_may_use_it(tmp_path: Path, files: dict[str, Any], swap: int) -> None:
+    """Version 1 limits memory and swap together."""
+    root = write_machine(tmp_path, 64 * MIB, 16 * MIB)
+    (root / "proc/meminfo").write_text(f"MemTotal: {64 << 10} kB\nSwapTotal: {64 << 10} kB\n")
+    for name, limit in files.items():
+        (root / "sys/fs/cgroup" / name).write_text(str(limit))
+    found = claims(nn.Linear(1, 1), None, CPU, 0, root)
+    assert of(found, "container").pool.total == (16 + swap) * MIB
+    assert of(found, "machine").pool.total == (64 + swap) * MIB
+
+
 def test_an_average_of_an_earlier_fit_is_in_use(tmp_path: Path) -> None:
     """The plan of the next fit includes the engine's memory and the averages that this fit makes."""
     root, model = write_machine(tmp_path, 64 * MIB, None, resident=16 * MIB), nn.Linear(512, 1024, bias=False)
