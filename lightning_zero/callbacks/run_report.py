@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.integration.precision import ZeroPrecision
@@ -46,9 +47,9 @@ class Stopwatch:
 class RunReport(pl.Callback):
     """Measures a fit, shows speed and learning rate on the progress bar, and writes `loss.png` and `summary.json`.
 
-    The module must log `train_loss` in every step and `val_loss` in validation, both with `sync_dist=True`. The speed
-    is that of training, without validation and without the time before the first step. Call :meth:`write` after the
-    run, on all ranks; the plot needs matplotlib.
+    The module must log `train_loss` for every micro-batch and `val_loss` in validation, both with `sync_dist=True`. The
+    speed is that of training, without validation and without the time before the first step. Call :meth:`write` after
+    the run, on all ranks; the plot needs matplotlib.
 
     Args:
         run_dir: folder to write to.
@@ -80,14 +81,17 @@ class RunReport(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = self._mark_step = trainer.global_step
         self._mark_seconds, self._speed = self.clock.seconds, 0.0
+        self._losses: list[Tensor] = []  # of the micro-batches since the last step
         self.clock.start()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._losses.append(trainer.callback_metrics["train_loss"].detach().clone())
         if trainer.global_step == self._step:
             return  # a micro-batch, and the optimizer has not stepped yet
         self._step = trainer.global_step
-        self.train_curve.append((self._step, float(trainer.callback_metrics["train_loss"])))
+        self.train_curve.append((self._step, float(torch.stack(self._losses).mean())))
+        self._losses = []
         if self._step - self._mark_step >= trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._measure_speed()
         if self._speed:
@@ -113,7 +117,6 @@ class RunReport(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock.stop()
-        self.measure(trainer, pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -121,11 +124,10 @@ class RunReport(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Finishes a fit without training steps, for which Lightning does not call `on_train_end`."""
-        if not self.peak_memory:
-            if pl_module.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
-                pl_module.to(trainer.strategy.root_device)
-            self.measure(trainer, pl_module)
+        """Measures the weights that the fit leaves, which other callbacks may change up to `on_train_end`."""
+        if pl_module.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
+            pl_module.to(trainer.strategy.root_device)
+        self.measure(trainer, pl_module)
 
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measures at the end of a fit, while all ranks are still running; to be extended."""

@@ -231,4 +231,6 @@ class SteppingStrategy(EngineStrategy):
         return per_step and self.last_step_skipped(optimizer)
 
     def _skipped_all(self) -> bool:
-        return all(self.last_step_skipped(optimizer) for optimizer in self.optimizers)
+        """Whether no optimizer has changed a weight in its last step, or none has made one since the run resumed."""
+        outcomes = [self.engine.last_step(unwrap(optimizer)) for optimizer in self.optimizers]
+        return all(outcome is None or outcome.skipped for outcome in outcomes)

@@ -340,12 +340,22 @@ class Run(NamedTuple):
     updates: int
 
 
-def run(strategy: StrategyArgument, *, save: str | None = None, resume: str | None = None) -> Run:
+class TwiceWithASkip(Twice):
+    """The step after which the run saves is skipped."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = models.next_token_loss(self.model, batch)
+        return loss * math.inf if self.trainer.global_step == SAVED - 1 else loss
+
+
+def run(
+    strategy: StrategyArgument, module: type[Twice] = Twice, *, save: str | None = None, resume: str | None = None
+) -> Run:
     """Train to the last step, and save on the way, or resume with a module whose weights are others."""
     average = make_average(strategy)
     callbacks = [average, *([SaveAfter(SAVED, save)] if save else [])]
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=STEPS, accumulate_grad_batches=2)
-    lit = Twice(GLOBAL if resume is None else Recipe(**{**vars(GLOBAL), "seed": 7}))
+    lit = module(GLOBAL if resume is None else Recipe(**{**vars(GLOBAL), "seed": 7}))
     trainer.fit(lit, ckpt_path=resume)
     return Run(observe(trainer, lit).weights, int(average._average_model.n_averaged))
 
@@ -372,6 +382,19 @@ def test_a_checkpoint_resumes_elsewhere(
     resumed = rank_pools(reader.ranks).run(run, reader.strategy, resume=path)[0]
     assert_close(resumed.weights, whole.weights)
     assert resumed.updates == whole.updates == STEPS
+
+
+@ranks(2)
+@names
+def test_a_run_that_resumes_after_a_skipped_step_updates_after_its_first_own(
+    pool: RankPool, name: str, tmp_path: Path
+) -> None:
+    """Not after the first micro-batch, with weights that the skipped step has not changed."""
+    path = str(tmp_path / "a.ckpt")
+    whole = pool.run(run, name, TwiceWithASkip, save=path)[0]
+    resumed = pool.run(run, name, TwiceWithASkip, resume=path)[0]
+    assert resumed.updates == whole.updates == STEPS - 1
+    assert_same(resumed.weights, whole.weights)
 
 
 class OwnIO(TorchCheckpointIO):
