@@ -159,6 +159,11 @@ class Breakdown(pl.Callback):
         if self._timers is None:
             return
         self._add(self._timers.take(wait=True))
+        if not self.steps:
+            rank_zero_warn(
+                f"Breakdown shows nothing: the training ended after {self._skipped} steps, and the means leave out the "
+                f"first ones; got skip_steps={self.skip_steps}"
+            )
         if self._watch is not None:
             self._watch.stop()
         self._stop(trainer)

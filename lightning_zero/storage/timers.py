@@ -92,6 +92,8 @@ class Timers:
     def _mark(self) -> None:
         phase = self._open[-1]
         WORK_LOG.phase(phase)
+        if phase is None and self._marks and self._marks[-1][0] is None:
+            return  # a validation has many phases that are not counted, and a mark may be an event on a device
         if self._clock is not None:
             self._marks.append((phase, self._clock.now()))
 

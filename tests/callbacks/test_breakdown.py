@@ -244,6 +244,15 @@ def test_the_trainers_profiler_still_writes_all(pool1: RankPool, tmp_path: Path)
         assert re.search(rf"^Profile stats for: .*{action}", text, re.MULTILINE), action
 
 
+def fit_and_expect_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"Breakdown shows nothing: .* after 2 steps, .* got skip_steps=2"):
+        fit("zero1", Recipe(steps=2), callbacks=[Breakdown(skip_steps=2)])
+
+
+def test_a_training_of_no_more_than_the_first_steps_says_why_there_is_no_table(pool1: RankPool) -> None:
+    pool1.run(fit_and_expect_a_warning)
+
+
 def fit_under_ddp() -> int:
     breakdown = Breakdown()
     with pytest.warns(UserWarning, match="Breakdown measures nothing under DDPStrategy"):
