@@ -29,6 +29,9 @@ def gathered_parameters(
     number on each rank. Parameters that were initialized in shards and belong to no engine yet keep every change. A
     context may lie inside another one, which then shows what the inner one has taken over.
 
+    A part of the loss may be computed inside, between the beginning of a forward and its backward: what such a context
+    gathers at stage 3 stays so until backward has ended. Under ``torch.no_grad()`` it is freed at once.
+
     Args:
         module_or_params: a module (meaning all its parameters), a parameter, or several.
         writeback: at the end, take over rank 0's values on all ranks. Otherwise only changes that increment torch's

@@ -446,7 +446,7 @@ class Engine:
                 tensors that share memory with the parameters stay valid after the context.
         """
         self.in_backward.check()
-        return self._map.gathered(parameters, writeback, full_precision)
+        return self._map.gathered(parameters, writeback, full_precision, self._root.hold_saved)
 
     def make_shadow(self, store: TensorStore | None = None) -> Shadow:
         """Second values of all weights and buffers, which begin as copies of them. The same call on all ranks.

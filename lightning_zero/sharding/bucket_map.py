@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -112,18 +112,34 @@ class BucketMap:
         return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
 
     @contextlib.contextmanager
-    def gathered(self, parameters: Iterable[Parameter], writeback: bool, full_precision: bool) -> Iterator[None]:
-        """Hold ``parameters`` unsharded inside the context; see :meth:`lightning_zero.engine.Engine.gathered`."""
+    def gathered(
+        self,
+        parameters: Iterable[Parameter],
+        writeback: bool,
+        full_precision: bool,
+        hold_saved: Callable[[Iterable[Bucket]], None],
+    ) -> Iterator[None]:
+        """Hold ``parameters`` unsharded inside the context; see :meth:`lightning_zero.engine.Engine.gathered`.
+
+        Args:
+            parameters: some of the module's.
+            writeback: as there.
+            full_precision: as there.
+            hold_saved: called at the end with the buckets; pins those that backward may read.
+        """
         chosen = set(self.holders(parameters))
         buckets = [bucket for bucket in self.buckets if bucket in chosen]
-        masters_shown = self._hold(buckets, full_precision)
+        # A unit that is computing has gathered its own, and frees them; the end of a step frees others that are.
+        in_use = {bucket for bucket in buckets if bucket.state is BucketState.GATHERED}
+        masters_shown = self._hold(buckets, full_precision, in_use)
         try:
             yield
+            hold_saved(buckets)
         finally:
             for bucket in masters_shown:
                 end_masters(bucket, writeback)
             # Parameters that are not freed show the new values, as do those of an outer context.
-            again = [bucket for bucket in masters_shown if bucket.pins > 1 or not bucket.shards_params]
+            again = [b for b in masters_shown if b.pins > 1 or b in in_use or not b.shards_params]
             for bucket in again:
                 bucket.begin_unshard()
             for bucket in again:
@@ -139,9 +155,10 @@ class BucketMap:
                         bucket.await_update()
                         self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
                         bucket.absorb_edits(everything=True)
-                bucket.reshard()
+                if bucket not in in_use:
+                    bucket.reshard()
 
-    def _hold(self, buckets: Sequence[Bucket], full_precision: bool) -> list[Bucket]:
+    def _hold(self, buckets: Sequence[Bucket], full_precision: bool, in_use: Collection[Bucket]) -> list[Bucket]:
         """Unshard buckets and keep them so. If that fails, as where memory runs out, none of them stays held.
 
         Returns:
@@ -162,7 +179,8 @@ class BucketMap:
             for bucket in held:
                 bucket.unpin()
             for bucket in held:
-                bucket.reshard()
+                if bucket not in in_use:
+                    bucket.reshard()
             raise
         return masters_shown
 

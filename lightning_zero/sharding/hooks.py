@@ -188,8 +188,10 @@ class UnshardHooks:
                 _due_at(node).begins.append((self, call))
             else:  # a leaf, or a view of a tensor made before the call
                 tensor.register_hook(partial(self._begin_backward_at, call))
-        # If backward will run but no output shows when it begins, the unit stays unsharded until the flush.
-        if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
+        # If backward will run but no output shows when it begins, the unit stays unsharded until the flush. A unit that
+        # calls itself goes on computing.
+        ends = self._on_backward_end is not None and not self._twice and not self._calls
+        if ends and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
                 bucket.reshard()
         return output

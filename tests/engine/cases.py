@@ -60,6 +60,27 @@ class Looped(Checkpointed):
         return self.head(self.norm(x))
 
 
+class Recursive(nn.Module):
+    """A block that calls itself between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.WIDTH, models.WIDTH)
+        self.second = nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        y = self.first(x).tanh()
+        return self.second(self(y, depth - 1) if depth else y)
+
+
+class SelfCalling(nn.Sequential):
+    """Blocks that call themselves, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        blocks = nn.Sequential(Recursive(), Recursive())
+        super().__init__(nn.Embedding(models.VOCAB, models.WIDTH), blocks, nn.Linear(models.WIDTH, models.VOCAB))
+
+
 class Alike(nn.Sequential):
     """Matrices of equal shape, large enough to be multiplied in batches on the host."""
 
@@ -74,6 +95,7 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": functools.partial(Checkpointed, reentrant=False),
     "reentrant": functools.partial(Checkpointed, reentrant=True),
     "looped": functools.partial(Looped, reentrant=False),
+    "self_calling": SelfCalling,
     "looped_reentrant": functools.partial(Looped, reentrant=True),
 }
 

@@ -92,7 +92,9 @@ def test_activation_checkpointing_is_bitwise_equal(pool: RankPool, stage: int) -
 
 @every_stage
 def test_modules_called_twice_are_bitwise_equal(pool: RankPool, stage: int) -> None:
-    check_cases(pool, [Case(Setup(stage), model="looped", accumulate=accumulate) for accumulate in (1, 3)])
+    """One after the other, or one inside the other."""
+    models = ("looped", "self_calling")
+    check_cases(pool, [Case(Setup(stage), model=model, accumulate=n) for model in models for n in (1, 3)])
 
 
 @stages_on((1, 2), (2, 2), slow=[(0, 2)])

@@ -366,6 +366,39 @@ def test_a_context_takes_edits_over_inside_another(pool2: RankPool, setup: Setup
     pool2.run(check_nested, setup, outer, inner)
 
 
+def read_in(model: nn.Module, part: nn.Module, reader: str, full_precision: bool) -> None:
+    """Gather all parameters inside the forward or backward of a block."""
+
+    def read(*_: Any) -> None:
+        with gathered_parameters(model, full_precision=full_precision):
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+    if reader == "gradient":
+        part.weight.register_post_accumulate_grad_hook(read)
+    else:
+        getattr(part, f"register_{reader}_hook")(read)
+
+
+def check_reader(precision: MixedPrecisionPolicy) -> None:
+    trained = []
+    for reader in (None, "forward_pre", "forward", "full_backward", "gradient"):
+        session = started(Setup(3, precision=precision))
+        if reader is not None:
+            read_in(session.model, session.model.blocks[0].up, reader, full_precision=precision is BF16)
+        for step in range(2):
+            driver.run_step(session, [batch(step, dist.get_rank())])
+            assert all(map(is_freed, session.engine.buckets))
+        trained.append(driver.finish(session).weights)
+    for weights in trained[1:]:
+        assert_equal(weights, trained[0])
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", [driver.UNCHANGED, BF16])
+def test_a_unit_that_computes_is_not_freed_by_a_context(pool: RankPool, precision: MixedPrecisionPolicy) -> None:
+    pool.run(check_reader, precision)
+
+
 def check_hidden_edits_are_lost(setup: Setup) -> None:
     session = started(setup)
     with gathered_parameters(session.model):

@@ -28,12 +28,19 @@ from strategy.fits import (
 )
 from torch import Tensor, nn
 
-from lightning_zero import DynamicLossScaler, ZeroFabricStrategy, ZeroPrecision, full_grad, full_param
+from lightning_zero import (
+    DynamicLossScaler,
+    ZeroFabricStrategy,
+    ZeroPrecision,
+    full_grad,
+    full_param,
+    gathered_parameters,
+)
 from lightning_zero.engine import engines_of
 from lightning_zero.integration.engines import make_engine
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.options import StrategyOptions
-from lightning_zero.sharding import Mesh
+from lightning_zero.sharding import FreedParameter, Mesh
 from lightning_zero.storage import InlineExecutor
 
 CLIP = 0.3
@@ -98,6 +105,28 @@ def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, tmp_p
     native = is_native(name, recipe)
     assert_same(results[0].weights, expected.weights, native=native)
     assert_same_states(results[0].optimizer_states[0], expected.optimizer_state, native=native)
+
+
+def run_penalized(name: str) -> dict[str, Tensor]:
+    """Train with a penalty that is computed beside the module."""
+    recipe = Recipe(optimizer="momentum")
+    fabric = make_fabric(name)
+    model = recipe.make_model()
+    sharded, optimizer = fabric.setup(model, recipe.make_optimizer(model))
+    for ((batches,),) in zip(recipe.batches(fabric.world_size), strict=True):
+        loss = models.next_token_loss(sharded, batches[fabric.global_rank])
+        with gathered_parameters(model):
+            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+        fabric.backward(loss)
+        assert all(isinstance(p, FreedParameter) == name.startswith("zero3") for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full_param(parameter) for name, parameter in model.named_parameters()}
+
+
+@ranks(2)
+def test_a_penalty_may_be_computed_in_a_context(pool: RankPool) -> None:
+    assert_same(*(pool.run(run_penalized, name)[0] for name in ("zero3", "zero2")))
 
 
 class WithLoss(nn.Module):

@@ -31,7 +31,9 @@ from strategy.fits import (
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_zero import gathered_parameters
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding import FreedParameter
 
 # ---------------------------------------------------------------------------------------------------- clipping
 
@@ -588,3 +590,81 @@ def test_the_last_norm_is_that_before_clipping(pool: RankPool, name: str) -> Non
     quiet, asking = pool.run(fit_each, name, MOMENTUM, [ValueThenNorm, ValueThenNormAsks])[0]
     assert asking.notes == quiet.notes
     assert all(norm > 0.1 for norm in quiet.notes)
+
+
+# --------------------------------------------------------------------------------------------- penalties on weights
+
+
+class WeightsPenalty(Lit):
+    """A penalty on all weights, computed before the forward in every other step, and inside another context."""
+
+    full_precision = False
+
+    def penalty(self) -> Tensor:
+        with gathered_parameters(self.model, full_precision=self.full_precision):
+            return 0.1 * sum(p.square().sum() for p in self.model.parameters())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index % 2:
+            return self.penalty() + models.next_token_loss(self.model, batch)
+        loss = models.next_token_loss(self.model, batch)
+        with gathered_parameters(self.model.blocks):
+            penalty = self.penalty()
+        return loss + penalty
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes.append({isinstance(p, FreedParameter) for p in self.model.parameters()})
+
+
+class MastersPenalty(WeightsPenalty):
+    full_precision = True
+
+
+class PenaltyByHand(WeightsPenalty):
+    """Several backwards that read the penalty, after one that ends before; the first step's has none."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer, penalty = self.optimizers(), self.penalty()
+        optimizer.zero_grad()
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        if index:
+            self.manual_backward(penalty, retain_graph=True)
+            self.manual_backward(penalty)
+        optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize(("module", "like"), [(WeightsPenalty, DDP), (MastersPenalty, DDP), (PenaltyByHand, "zero2")])
+def test_a_penalty_may_be_computed_in_a_context(pool: RankPool, module: type[WeightsPenalty], like: str) -> None:
+    expected, actual = (pool.run(fit, name, MOMENTUM, module)[0] for name in (like, "zero3"))
+    assert_same(actual.weights, expected.weights)
+    assert actual.notes == [{True}] * MOMENTUM.steps
+
+
+@ranks(2)
+def test_a_penalty_on_masters_has_the_gradient_of_one_on_16_bits(pool: RankPool) -> None:
+    """But it is another tensor, so that it arrives apart."""
+    modules = (WeightsPenalty, MastersPenalty)
+    expected, actual = (pool.run(fit, "zero3", MOMENTUM, module, precision="bf16-true")[0] for module in modules)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0.01)  # it moves them by 0.4
+    assert actual.notes == [{True}] * MOMENTUM.steps
+
+
+class Unused(WeightsPenalty):
+    """A penalty that no loss contains; a reader pays nothing."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        with torch.no_grad():
+            self.penalty()
+        self.notes.append({isinstance(p, FreedParameter) for p in self.model.blocks.parameters()})
+        self.penalty()
+        return models.next_token_loss(self.model, batch)
+
+
+@ranks(2)
+def test_what_a_context_has_shown_is_freed_after_the_step(pool: RankPool) -> None:
+    assert pool.run(fit, "zero3", MOMENTUM, Unused)[0].notes == [{True}] * 2 * MOMENTUM.steps
