@@ -214,6 +214,11 @@ ATTRIBUTES = {
     "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_slurm_sigusr_handler_fn": ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
     "_precision_flag": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    "_active_loop": ("lightning.pytorch.trainer.trainer", "Trainer"),
+    "_combined_loader": ("lightning.pytorch.loops.prediction_loop", "_PredictionLoop"),
+    "_data_fetcher": ("lightning.pytorch.loops.prediction_loop", "_PredictionLoop"),
+    "_mode": ("lightning.pytorch.utilities.combined_loader", "CombinedLoader"),
+    "_log_graph": ("lightning.pytorch.loggers.tensorboard", "TensorBoardLogger"),
     "_compiler_ctx": ("lightning.pytorch.core.module", "LightningModule"),
     "_start_method": ("lightning.pytorch.strategies.ddp", "DDPStrategy"),
 }
@@ -229,7 +234,7 @@ def test_an_attribute_is_still_there(name: str) -> None:
     module, cls = ATTRIBUTES[name]
     owner = getattr(importlib.import_module(module), cls, None)
     assert owner is not None, f"Lightning's {module} has no {cls} any more, which had {name}"
-    names = {name for base in inspect.getmro(owner) if base is not object for name in private_of(base)}
+    names = {name for base in lightning_bases(owner) for name in private_of(base)}
     assert name in names, f"Lightning's {cls} has no {name} any more; see integration/private.py for what it was for"
 
 

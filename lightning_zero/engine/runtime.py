@@ -140,12 +140,12 @@ class Engine:
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
         self._root = Root(self._map)
-        self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
+        self.prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
         self._activations = make_activations(placement.device, placement.executor, activations, self._map.tensors)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
         self._refresh_hooks, self._unshard_hooks = list[Handle](), list[UnshardHooks]()
         if placement.sharding.shard_params:
-            self._unshard_hooks = install_unshard_hooks(self._map, unit_list, self._prefetcher.gather, self._end_unit)
+            self._unshard_hooks = install_unshard_hooks(self._map, unit_list, self.prefetcher.gather, self._end_unit)
         else:
             self._refresh_hooks = install_refresh_hooks(self._map, unit_list)
         for submodule in module.modules():
@@ -164,13 +164,13 @@ class Engine:
         """Surrounds one forward pass of the module; see :class:`Root` for the parameters outside all units."""
         self.in_backward.check()
         with self._map.refresher.reading(), self._activations.saving(), self._root.forward():
-            self._prefetcher.begin_pass()
+            self.prefetcher.begin_pass()
             try:
                 with self.timers.phase(Phase.FORWARD):
                     yield
             finally:
                 if not torch.is_grad_enabled():
-                    counts = self._prefetcher.has_gathered  # on all ranks: as good as a step
+                    counts = self.prefetcher.has_gathered  # on all ranks: as good as a step
                     self._reshard()  # first: it ends gathers, which all ranks check or none
                     if counts:
                         self._count_checked()
@@ -239,7 +239,7 @@ class Engine:
     def _reshard(self) -> None:
         for hooks in self._unshard_hooks:
             hooks.end_backward()
-        self._prefetcher.end_pass()
+        self.prefetcher.end_pass()
         self._root.end_backward()
 
     # --------------------------------------------------------------------------------------------------- optimizers

@@ -72,7 +72,8 @@ def provide_advice() -> None:
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
             Case.UNEVEN_LOADERS: (
                 "Every rank needs the same number of batches: use `drop_last=True` in your own batch sampler, or "
-                "Trainer(limit_train_batches=...) with the number of the shortest loader"
+                "Trainer(limit_train_batches=...) with the number of the shortest loader (limit_val_batches, "
+                "limit_test_batches or limit_predict_batches in an evaluation)"
             ),
             Case.DISK_PATH: "nvme_path=... must be a folder on a local disk of every node, to which the run may write",
             Case.DISK_FULL: ("Free some of it, or choose another disk by nvme_path; complete checkpoints stay intact"),

@@ -1,8 +1,9 @@
 """Replaces methods on objects of Lightning and of the user, for as long as a Trainer runs.
 
 This serves three purposes that no hook can: schedulers and averaged weights ignore optimizer steps that were skipped on
-overflow; callbacks that copy, average or replace full weights find the module unsharded; and ``ModelCheckpoint`` takes
-saves in the background into account. Each function returns a function that undoes its change.
+overflow; callbacks that copy, average or replace full weights, and loggers that draw the module's graph, find the
+module unsharded; and ``ModelCheckpoint`` takes saves in the background into account. Each function returns a function
+that undoes its change.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_zero.checkpoint import Background
@@ -151,6 +153,19 @@ def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
     return undo
 
 
+def compute_for_graph(logger: Logger, whole: Callable[[], AbstractContextManager[None]]) -> list[Undo]:
+    """Let a logger that draws the graph of a run of the module do so inside ``whole``, which all ranks enter."""
+    return [replace_methods(logger, {"log_graph": _within(logger, "log_graph", whole)})] if draws(logger) else []
+
+
+def draws(logger: Logger) -> bool:
+    """Whether a logger may run the module to draw its graph; of Lightning's loggers one does, if it is told to."""
+    if isinstance(logger, TensorBoardLogger):
+        return private.draws_graph(logger)
+    method = type(logger).log_graph
+    return method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+
+
 def widen_average(callback: Callback, policy: MixedPrecisionPolicy) -> list[Undo]:
     """Make the callback average 16-bit weights that get masters in fp32: it copies the module before they exist."""
     dtype = policy.param_dtype
@@ -169,12 +184,12 @@ def widen_average(callback: Callback, policy: MixedPrecisionPolicy) -> list[Undo
     return [replace_methods(callback, {"setup": setup})]
 
 
-def _within(callback: Callback, name: str, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    """Makes a method that runs the callback's own method of this name in a context."""
-    own = getattr(callback, name)
+def _within(target: Any, name: str, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """Makes a method that runs the target's own method of this name in a context."""
+    own = getattr(target, name)
 
     @functools.wraps(own)
-    def hook(callback: Callback, *args: Any, **kwargs: Any) -> Any:
+    def hook(target: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
             return own(*args, **kwargs)
 

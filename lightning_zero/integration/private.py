@@ -7,6 +7,7 @@ hidden behind a function; ``INHERITED`` lists them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,10 @@ from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -29,6 +33,7 @@ from torch.optim import Optimizer
 
 # Types of public arguments and attributes.
 CheckpointConnector = _CheckpointConnector
+Evaluation = _EvaluationLoop | _PredictionLoop
 FitLoop = _FitLoop
 MapLocation = _MAP_LOCATION_TYPE
 PathLike = _PATH
@@ -102,6 +107,11 @@ def is_stand_in(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _MockOptimizer)  # it has a parameter and a group like any other
 
 
+def draws_graph(logger: TensorBoardLogger) -> bool:
+    """The argument ``log_graph``, whose name the method has."""
+    return bool(logger._log_graph)
+
+
 def precision_flag(trainer: pl.Trainer) -> str:
     """The flag ``Trainer(precision=...)``; the public ``trainer.precision`` is the plugin's precision."""
     flag: str = trainer._accelerator_connector._precision_flag
@@ -111,6 +121,26 @@ def precision_flag(trainer: pl.Trainer) -> str:
 def checkpoint_connector(trainer: pl.Trainer) -> _CheckpointConnector:
     """The object that collects checkpoints; no hook distinguishes its requests for state from the user's."""
     return trainer._checkpoint_connector
+
+
+def evaluation_of(trainer: pl.Trainer) -> Evaluation:
+    """The loop of the evaluation that runs; in a fit there are others."""
+    loop = trainer._active_loop
+    assert isinstance(loop, Evaluation)
+    return loop
+
+
+def batches_of(loop: Evaluation) -> list[float]:
+    """How many batches the loaders of an evaluation give one after the other; infinity for one without a length.
+
+    Loaders that are iterated at the same time count as one. Only the combined loader knows which of both they are.
+    """
+    assert loop._combined_loader is not None
+    assert loop._data_fetcher is not None
+    if loop._combined_loader._mode == "sequential":
+        return [*loop.max_batches]
+    length = loop._data_fetcher.length
+    return [math.inf if length is None else length]
 
 
 def report(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:

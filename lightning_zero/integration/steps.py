@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_zero.integration import engines, patches, private, readers
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
+from lightning_zero.integration.uneven import EvenPasses
 from lightning_zero.sharding import Subject
 from lightning_zero.storage import Phase
 
@@ -34,6 +35,7 @@ class SteppingStrategy(EngineStrategy):
     _in_training_step = False
     # Acts before hooks that read parameters after some steps. `None`: hooks may read any after every step.
     _before: readers.Before | None = None
+    _passes: EvenPasses | None = None  # of the running evaluation, if its forwards gather
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
@@ -71,19 +73,26 @@ class SteppingStrategy(EngineStrategy):
         """Makes a loss that depends on no parameter, since Lightning does not accept ``None`` on several ranks."""
         return torch.zeros((), dtype=torch.float32, device=self.root_device, requires_grad=True)
 
+    @contextlib.contextmanager
+    def _evaluation_context(self) -> Iterator[None]:
+        with self._forward_context():
+            yield
+        if self._passes is not None:
+            self._passes.end_batch()
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._forward_context():
+        with self._evaluation_context():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._forward_context():
+        with self._evaluation_context():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._forward_context():
+        with self._evaluation_context():
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -92,17 +101,14 @@ class SteppingStrategy(EngineStrategy):
         if self._mesh is not None:
             self._mesh.board.put(Subject.LOADER, "")  # clears the note of an earlier fit
 
-    @override
-    def on_validation_start(self) -> None:
+    def _begin_evaluation(self) -> None:
         self.engine.sync_buffers()
+        assert self.lightning_module is not None
+        mesh = self.engine.placement.mesh
+        gathers = self._policy.shard_params and mesh.shard.size > 1
+        self._passes = EvenPasses(self.lightning_module.trainer, self.engine, mesh) if gathers else None
 
-    @override
-    def on_test_start(self) -> None:
-        self.engine.sync_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.engine.sync_buffers()
+    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
 
     @contextlib.contextmanager
     @override

@@ -319,6 +319,12 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         if writeback:
             self._engine.sync_buffers()  # each rank has also replaced its own buffers
 
+    @contextlib.contextmanager
+    def _computable(self) -> Iterator[None]:
+        """Let each rank alone run the module, at full precision: its hooks find all units gathered."""
+        with self._unsharded(writeback=False, full_precision=False), self._unsharded(False, full_precision=True):
+            yield
+
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -380,6 +386,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self._pass_over_skips(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting:
             self._undo += saves.requeue_together(trainer)
+        for logger in trainer.loggers:
+            self._undo += patches.compute_for_graph(logger, self._computable)
         if self._background is not None:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):

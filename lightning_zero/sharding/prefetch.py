@@ -108,6 +108,14 @@ class Prefetcher:
             self._begin_next()
             self._expect_later()
 
+    def repeat(self) -> None:
+        """Gather and free the units in the expected order, as a rank does that computes; this one has nothing to."""
+        assert self._kind is not None
+        for unit in [*self._expected[self._kind]]:
+            self.gather(unit)
+            for bucket in self._units[unit]:
+                bucket.reshard()
+
     def _move_to(self, unit: int) -> None:
         """Continue the expected order after the next occurrence of ``unit``; if there is none, do not move."""
         assert self._kind is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from engine import driver
 from helpers import place
 from helpers.ranks import RankError, RankPool, ranks
 from lightning.fabric.plugins.environments import LightningEnvironment
-from strategy.fits import Lit, Recipe, fit
+from strategy.fits import Lit, Recipe, fit, make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import CollectiveError, ZeroStrategy
 from lightning_zero.integration.launchers import ScriptLauncher
@@ -109,6 +110,31 @@ def test_a_loader_that_ran_out_is_named(pool: RankPool) -> None:
     assert "because a loader ran out of batches: on rank 1 after batch 2 of epoch 0; not yet on rank 0." in second
     assert "on rank 0 after batch 3 of epoch 0; on rank 1 after batch 2 of epoch 0." in first
     assert "Trainer(limit_train_batches=...)" in first
+
+
+class Stream(IterableDataset[Tensor]):
+    """Its length is unknown; rank 1 has a batch less."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(12).view(3, 1, 4)[dist.get_rank() :])
+
+
+def error_of_prediction() -> str:
+    """The message with which a rank waits for one that has no more batches."""
+    lit, trainer = Lit(Recipe()), make_trainer({"stage": 3, "timeout": 2.0})
+    try:
+        trainer.predict(lit, DataLoader(Stream(), batch_size=None))
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+@ranks(2)
+def test_a_loader_of_unknown_length_that_ran_out_is_named(pool: RankPool) -> None:
+    first, second = pool.run(error_of_prediction)
+    assert "on rank 1 after batch 2 of the predict loader; not yet on rank 0." in first
+    assert "limit_predict_batches" in first
+    assert not second
 
 
 def test_an_error_of_lightnings_own_collectives_gets_the_cause() -> None:

@@ -266,6 +266,66 @@ def test_lightning_distributes_samples_and_reduces_what_is_logged(pool: RankPool
     assert [result.metrics["mean"] for result in results] == [3.5, 3.5]
 
 
+class Predicting(Lit):
+    """Two loaders whose samples do not divide by two ranks, which Lightning distributes without a repetition."""
+
+    def predict_dataloader(self) -> list[DataLoader[Tensor]]:
+        tokens = torch.arange(8 * 4).view(8, 4) % 5
+        return [DataLoader(tokens[:3]), DataLoader(tokens[3:])]  # type: ignore[arg-type]
+
+    def predict_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> Tensor:
+        # The loaders take the blocks in different orders.
+        self.notes.append((dataloader_idx, index))
+        hidden = self.model.blocks[1](self.model.tokens(batch)) if dataloader_idx else self.model.tokens(batch)
+        return self.model.blocks[0](hidden).sum()
+
+
+class EvaluatingUnevenly(Lit):
+    """Rank 1 has two batches less than the other in validation and test, and as many in the fit around them."""
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(list(super().loader())[2 * dist.get_rank() :], batch_size=None)  # type: ignore[arg-type]
+
+    test_dataloader = val_dataloader  # type: ignore[assignment]
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("val_loss", models.next_token_loss(self.model, batch))
+
+    def test_step(self, batch: Tensor, index: int) -> None:
+        self.log("test_loss", models.next_token_loss(self.model, batch))
+
+
+def predict_unevenly(strategy: Any) -> tuple[list[list[Tensor]], list[Any]]:
+    lit = Predicting(MOMENTUM)
+    predictions: Any = make_trainer(strategy, use_distributed_sampler=True).predict(lit)
+    return predictions, lit.notes
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"prefetch_mb": 100.0}])
+def test_ranks_may_have_different_numbers_of_batches_to_predict(pool: RankPool, options: dict[str, Any]) -> None:
+    seen = [pool.run(predict_unevenly, {"stage": stage, "timeout": 20.0} | options) for stage in (2, 3)]
+    assert [notes for _, notes in seen[1]] == [[(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], [(0, 0), (1, 0), (1, 1)]]
+    for (at_2, _), (at_3, _) in zip(*seen, strict=True):
+        for own, other in zip(at_2, at_3, strict=True):
+            assert torch.equal(torch.stack(own), torch.stack(other))
+
+
+def evaluate_unevenly(strategy: Any) -> tuple[Fitted, list[Any]]:
+    trainer = make_trainer(strategy, limit_val_batches=1.0, num_sanity_val_steps=3, max_epochs=2)
+    lit = EvaluatingUnevenly(MOMENTUM)
+    trainer.fit(lit)
+    fitted = observe(trainer, lit)
+    return fitted, [*trainer.validate(lit, verbose=False), *trainer.test(lit, verbose=False)]
+
+
+@ranks(2)
+def test_ranks_may_have_different_numbers_of_batches_to_evaluate(pool: RankPool) -> None:
+    seen = [pool.run(evaluate_unevenly, {"stage": stage, "timeout": 20.0}) for stage in (2, 3)]
+    assert_same(seen[1][0][0].weights, seen[0][0][0].weights)  # whole on rank 0 alone
+    assert [metrics for _, metrics in seen[0]] == [metrics for _, metrics in seen[1]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_makes_a_trainer(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)

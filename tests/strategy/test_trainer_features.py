@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from strategy.fits import DDP, MOMENTUM, Lit, assert_same, make_trainer, state_of
+from lightning.pytorch.utilities import rank_zero_only
+from strategy.fits import DDP, MOMENTUM, Lit, assert_same, fit, make_trainer, state_of
 from strategy.test_lightning_callbacks import fit_pruned, fit_swa
 from strategy.test_trainer_flags import Tunable
 from torch import Tensor
@@ -113,6 +114,33 @@ def test_tensorboard(pool2: RankPool, name: str, tmp_path: Path) -> None:
     assert curves[0] == curves[1]
     assert {"loss_step", "loss_epoch", "val_loss"} <= set(curves[0])
     assert len(curves[0]["loss_step"]) == 2 * MOMENTUM.steps
+
+
+class Drawing(CSVLogger):
+    """Draws the graph as that of TensorBoard does: rank 0 alone runs the module."""
+
+    traced: Any = None
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Tensor | None = None) -> None:
+        self.traced = torch.jit.trace(model.model, model.example_input_array)(model.example_input_array)
+
+
+def draw(name: str, precision: Any, folder: str) -> tuple[Any, dict[str, Tensor]]:
+    logger = Drawing(folder)
+    lit = Lit(MOMENTUM)
+    lit.example_input_array = torch.arange(1, 4).unsqueeze(0)
+    trainer = make_trainer(name, logger=logger, precision=precision)
+    trainer.fit(lit)
+    assert "log_graph" not in vars(logger)
+    return logger.traced, state_of(trainer)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("zero3", "32-true"), ("zero2", "bf16-mixed"), ("zero3", "16-true")])
+def test_a_logger_draws_the_graph_on_rank_0(pool2: RankPool, name: str, precision: str, tmp_path: Path) -> None:
+    traced, weights = pool2.run(draw, name, precision, str(tmp_path))[0]
+    assert_same({"": traced}, {"": MOMENTUM.make_model()(torch.arange(1, 4).unsqueeze(0))})
+    assert_same(weights, pool2.run(fit, name, MOMENTUM, precision=precision)[0].weights)
 
 
 def tune(name: str) -> None:
