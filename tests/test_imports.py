@@ -54,7 +54,7 @@ INSIDE = {
         ("base", "choices"),
         ("engines",),
         ("deepspeed", "remedies", "saves"),
-        ("disk", "in_backward", "loading", "names", "patches", "preflight"),
+        ("disk", "in_backward", "loading", "names", "patches", "preflight", "uneven"),
         ("", "advice", "options", "precision", "pretrained", "private", "readers"),
     ),
     "tools": (("",), ("consolidate", "deepspeed", "export"), ("deepspeed_runs",), ("contents",)),

@@ -32,7 +32,7 @@ class EvenPasses:
     def __init__(self, trainer: pl.Trainer, engine: Engine, mesh: Mesh) -> None:
         self._loop = private.evaluation_of(trainer)
         self._engine, self._board, self._done = engine, mesh.board, 0
-        assert trainer.state.stage is not None
+        assert trainer.state.stage
         self._name = f"the {trainer.state.stage.value} loader"
         if trainer.state.fn != TrainerFn.FITTING:
             self._board.put(Subject.LOADER, "")  # clears the note of an earlier run
