@@ -28,7 +28,7 @@ from lightning_zero.engine.registry import Registry
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
-from lightning_zero.sharding.buffers import BufferWatch, broadcast_buffers, convert_buffers
+from lightning_zero.sharding.buffers import BufferWatch, convert_buffers
 from lightning_zero.sharding.compiled import Handle
 from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
@@ -130,8 +130,7 @@ class Engine:
         check_same(specs, placement.mesh.world)
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
-        convert_buffers(module, placement)
-        self._buffer_watch = BufferWatch(module, placement.mesh.world, check_steps > 0)
+        self._buffer_watch = BufferWatch(module, placement, convert_buffers(module, placement), check_steps > 0)
         self._map = BucketMap(module, specs, placement, detect_data_edits)  # makes masters, before anything is cast
         self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
@@ -429,8 +428,8 @@ class Engine:
             bucket.await_update()
 
     def sync_buffers(self) -> None:
-        """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
-        broadcast_buffers(self.module, self.placement.mesh.world)
+        """Give every rank rank 0's buffers (statistics of BatchNorm, ...), unless their shapes differ. Collective."""
+        self._buffer_watch.share_all()
 
     def gathered(
         self, parameters: Iterable[Parameter], writeback: bool = False, full_precision: bool = False

@@ -12,12 +12,13 @@ from lightning_zero import ops
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.storage import Lane, Memory, TensorStore, Ticket
+from lightning_zero.storage.rested import pieces
 
 # Takes the second values, which it may change in place, and the module's; returns the new second values.
 Rule = Callable[[Tensor, Tensor], Tensor]
 
 # Number of elements at a time: on a CPU they stay in its cache, on a GPU they are worth a kernel launch.
-_HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
+_HOST_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
 
 
 def follow(second: Tensor, live: Tensor) -> Tensor:
@@ -110,8 +111,12 @@ class Shadow:
             executor.submit(job, _lane(self._buffers_memory), "the second values of buffers").synchronize()
 
     def _update_shard(self, bucket: Bucket, shard: Tensor, rule: Rule) -> None:
-        for second, start, stop in _tiles(shard):
-            _apply(rule, second, self._taken(bucket, bucket.master.read(start, stop), second))
+        # A tile of a disk is read as a whole, whatever part of it is asked for.
+        for low, high in pieces(bucket.placement.optimizer_store.tile or _piece(shard), 0, shard.numel()):
+            live = bucket.master.read(low, high)
+            for start, stop in pieces(_piece(shard), low, high):
+                second = shard[start:stop]
+                _apply(rule, second, self._taken(bucket, live[start - low : stop - low], second))
 
     def _update_buffers(self, rule: Rule) -> None:
         for live, second in self._pairs():
@@ -143,16 +148,14 @@ class Shadow:
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self._shards, strict=True):
             bucket.await_moves()  # this includes updates of the second values, which read the master
-            memories = self.memory_of(bucket), bucket.master.memory
-            for second, start, stop in _tiles(shard):
-                live = bucket.master.read(start, stop)
-                before = self._taken(bucket, live, second)
-                before = before.clone() if before is live else before
-                bucket.placement.copy(live, second, memories, bucket.name)
-                bucket.master.keep(start, live)
-                second.copy_(before)
-        for bucket in self._map.buckets:
-            bucket.publish(0, bucket.layout.shard_numel)
+            tiles = [*pieces(bucket.master.tile, 0, shard.numel())]
+            for number, (low, high) in enumerate(tiles):
+                for coming in tiles[number : number + 2]:  # the next one is fetched meanwhile
+                    bucket.master.expect(*coming, complete=True)
+                for start, stop in pieces(_piece(shard), low, high):
+                    self._exchange(bucket, start, shard[start:stop])
+                bucket.publish(low, high)
+                bucket.master.commit(low, high)
             bucket.mark_updated(range(len(bucket.parameters)))
         for live, second in self._pairs():
             before = self._buffer_taken(live, second)
@@ -160,6 +163,15 @@ class Shadow:
             self._map.placement.copy(live.detach(), second, (self._buffers_memory, "device"), "a buffer")
             second.copy_(before)
         self.swapped = not self.swapped
+
+    def _exchange(self, bucket: Bucket, start: int, second: Tensor) -> None:
+        """Exchange second values and those of the master from ``start`` on."""
+        live = bucket.master.read(start, start + second.numel())
+        before = self._taken(bucket, live, second)
+        before = before.clone() if before is live else before
+        bucket.placement.copy(live, second, (self.memory_of(bucket), bucket.master.memory), bucket.name)
+        bucket.master.keep(start, live)
+        second.copy_(before)
 
     def load(self, bucket: Bucket, index: int, values: Tensor) -> None:
         """Overwrite this rank's second values of parameter ``index`` of ``bucket`` from full values of its shape."""
@@ -182,12 +194,9 @@ class Shadow:
             yield live, self._buffers[name]
 
 
-def _tiles(shard: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Pieces of a bucket's second values, each with its range in the shard."""
-    tile = _HOST_TILE if ops.runs_on(shard.device) else _DEVICE_TILE
-    for start in range(0, shard.numel(), tile):
-        stop = min(start + tile, shard.numel())
-        yield shard[start:stop], start, stop
+def _piece(shard: Tensor) -> int:
+    """The number of elements of a bucket's second values that are computed at a time."""
+    return _HOST_PIECE if ops.runs_on(shard.device) else _DEVICE_PIECE
 
 
 def _lane(memory: Memory) -> Lane:

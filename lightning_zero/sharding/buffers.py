@@ -1,18 +1,19 @@
 """Keeps the buffers of a module, which are not sharded, equal to rank 0's on all ranks.
 
-Rank 0's values are broadcast when an engine is made (:func:`convert_buffers`), before buffers are shown or saved
-(:func:`broadcast_buffers`), and after a backward in which some rank has changed a buffer (:class:`BufferWatch`).
+Rank 0's values are broadcast when an engine is made (:func:`convert_buffers`), and by :class:`BufferWatch` before
+buffers are shown or saved, and after a backward in which some rank has changed a buffer. Buffers that not all ranks
+have with the same shape, such as caches by the length of a sequence, stay as each rank has them.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.checksum import checksum
-from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.torch_private import has_own_apply, move_other_state, version_of
@@ -29,10 +30,13 @@ _NORMALIZATIONS = (
 )
 
 
-def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
+def convert_buffers(root: nn.Module, placement: BucketPlacement) -> list[str]:
     """Move buffers to the device, convert them to the dtype of the policy, and broadcast rank 0's. Collective.
 
     State that only a module's own ``_apply`` knows, such as that of metrics, is moved, too.
+
+    Returns:
+        The names of the buffers that were broadcast, the same on all ranks.
     """
     # By id, since a buffer may be registered twice; with the buffer itself, whose id another tensor may get after it.
     converted: dict[int, tuple[Tensor, Tensor]] = {}
@@ -47,20 +51,44 @@ def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
                 moved = buffer.to(placement.device, dtype)
                 converted[id(buffer)] = buffer, moved.contiguous() if strided else moved
             setattr(module, name, converted[id(buffer)][1])
-    broadcast_buffers(root, placement.mesh.world)
+    return _broadcast_buffers(root, placement)
 
 
-def broadcast_buffers(root: nn.Module, world: Group) -> None:
-    """Broadcast rank 0's values of all buffers to all ranks. Collective."""
-    for buffer in {id(b): b for b in root.buffers()}.values():
-        if buffer.layout is torch.strided:
-            _broadcast(buffer, world)
+def _broadcast_buffers(root: nn.Module, placement: BucketPlacement) -> list[str]:
+    """Broadcast rank 0's values of all buffers that are alike on all ranks, and return their names. Collective."""
+    held = {name: buffer for name, buffer in root.named_buffers() if buffer.layout is torch.strided}
+    for name in (names := _alike(held, placement)):
+        _broadcast(held[name], placement)
+    return names
 
 
-def _broadcast(buffer: Tensor, world: Group) -> None:
+def _alike(held: dict[str, Tensor], placement: BucketPlacement) -> list[str]:
+    """The names of the buffers that all ranks have with the same shape, dtype and type of device. Collective."""
+    world = placement.mesh.world
+    if world.size == 1:
+        return [*held]
+    mine = {name: _form(buffer) for name, buffer in held.items()}
+    checksums = torch.zeros(world.size, dtype=torch.int64, device="cpu")
+    checksums[world.rank] = zlib.crc32(repr(mine).encode())
+    sent = device_type(placement.device).send(checksums, placement.device)
+    with world.explaining(what := "compare the buffers"):
+        world.all_gather_(sent, what)  # not of objects: checks know it, and so tell which rank does something else
+        same = len(set(sent.tolist())) == 1
+    if same:
+        return [*mine]
+    first, *others = world.all_gather_object(mine, what)
+    return [name for name in first if all(other.get(name) == first[name] for other in others)]
+
+
+def _form(buffer: Tensor) -> str:
+    """Describe what ranks must have in common to exchange a buffer."""
+    return f"{tuple(buffer.shape)} {buffer.dtype} {buffer.device.type}"
+
+
+def _broadcast(buffer: Tensor, placement: BucketPlacement) -> None:
     # A buffer that was assigned in inference mode can be written in that mode only.
     with torch.inference_mode(buffer.is_inference()):
-        data = world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
+        data = placement.mesh.world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
         if data.data_ptr() != buffer.data_ptr():
             buffer.detach().copy_(data)
 
@@ -73,7 +101,12 @@ def _checksum(buffer: Tensor) -> Tensor:
     return checksum(buffer.detach().contiguous().view(-1).view(torch.uint8))
 
 
-_Key = tuple[int, str]  # number of the module, and name of the buffer in it
+_CODES = 1 << 20  # with codes of 20 bits, sums of squares over 4096 ranks are exact in float64
+
+
+def _code(buffer: Tensor) -> int:
+    """A number for the form of a buffer, from 1 to 2²⁰."""
+    return zlib.crc32(_form(buffer).encode()) % _CODES + 1
 
 
 class _Seen(NamedTuple):
@@ -90,7 +123,8 @@ class BufferWatch:
     :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here each rank
     reports in the small all-reduce of a step whether it has changed a buffer. Only then do the ranks determine which
     buffers changed, and broadcast only those. The statistics of torch's own normalization layers are ignored while
-    these layers are in training mode. As in torch, a module that has no buffer when training begins is ignored.
+    these layers are in training mode. As in torch, a buffer that is not there when training begins is ignored. So is,
+    in a step, one that the ranks have in different shapes then.
 
     torch counts changes in place, but not those made through ``buffer.data``, as some codebooks do. Checksums find such
     changes until :meth:`end_checks` is called; afterwards a buffer in which one was found counts as changed in every
@@ -99,19 +133,26 @@ class BufferWatch:
     The values on different ranks are not compared, so a changed counter that is equal on all ranks is broadcast, too.
 
     Args:
-        root: the module with the buffers; all ranks must have rank 0's values of them.
-        world: the group of all ranks.
+        root: the module with the buffers.
+        placement: groups and device.
+        names: of the buffers of which all ranks have rank 0's values; the same on all ranks.
         checks: whether to take checksums at first.
     """
 
-    def __init__(self, root: nn.Module, world: Group, checks: bool) -> None:
-        self._world = world
-        modules = [m for m in root.modules() if next(m.buffers(recurse=False), None) is not None]
-        self._holders = modules if world.size > 1 else []  # one rank has nothing to share
+    def __init__(self, root: nn.Module, placement: BucketPlacement, names: list[str], checks: bool) -> None:
+        self._root, self._placement = root, placement
+        shared = names if placement.mesh.world.size > 1 else []  # one rank has nothing to share
+        paths = [name.rpartition(".") for name in shared]
+        self._places = [(root.get_submodule(path), name) for path, _, name in paths]
         self._checks = checks
-        self._hidden: set[_Key] = set()  # keys of the buffers that were changed through `data`
-        self._seen: dict[_Key, _Seen] = {}
+        self._hidden: set[int] = set()  # numbers of the places whose buffers were changed through `data`
+        self._seen: dict[int, _Seen] = {}  # by number of the place
         self._look()
+
+    def share_all(self) -> None:
+        """Broadcast rank 0's values of all buffers, also of later ones, if there were any at first. Collective then."""
+        if self._places:  # the same on all ranks
+            _broadcast_buffers(self._root, self._placement)
 
     def has_changed(self) -> bool:
         """Whether this rank has changed a buffer since all ranks last had rank 0's values."""
@@ -119,15 +160,19 @@ class BufferWatch:
 
     def share(self) -> None:
         """Broadcast rank 0's values of the buffers that some rank has changed. Collective."""
-        buffers = self._watched()
-        changed = torch.tensor(self._changed(buffers), dtype=torch.float64, device="cpu")
-        device = buffers[0][1].device
-        sent = device_type(device).send(changed, device)
-        with self._world.explaining(what := "tell which buffers changed"):
-            counts = self._world.all_reduce_(sent, what).tolist()
-        for (_, buffer), count in zip(buffers, counts, strict=True):
-            if count:
-                _broadcast(buffer, self._world)
+        buffers, world, device = self._watched(), self._placement.mesh.world, self._placement.device
+        rows = torch.zeros(len(self._places), 3, dtype=torch.float64, device="cpu")
+        for (number, buffer), changed in zip(buffers, self._changed(buffers), strict=True):
+            code = _code(buffer)
+            rows[number] = torch.tensor([changed, code, code**2], dtype=torch.float64, device="cpu")
+        sent = device_type(device).send(rows.view(-1), device)
+        with world.explaining(what := "tell which buffers changed"):
+            sums = world.all_reduce_(sent, what).view(-1, 3).tolist()
+        held = dict(buffers)
+        for number, (count, codes, squares) in enumerate(sums):
+            # Numbers are equal if their variance is 0. What a rank does not have, or not so, stays as each rank has it.
+            if count and world.size * int(squares) == int(codes) ** 2:
+                _broadcast(held[number], self._placement)
         self._look()
 
     def end_checks(self) -> None:
@@ -140,10 +185,10 @@ class BufferWatch:
             for key, buffer in self._watched()
         )
 
-    def _changed(self, buffers: list[tuple[_Key, Tensor]]) -> list[bool]:
+    def _changed(self, buffers: list[tuple[int, Tensor]]) -> list[bool]:
         """Returns for each buffer whether this rank has changed it."""
         unchanged = set()  # according to torch's version counters
-        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether the checksum differs
+        compared: dict[int, Tensor] = {}  # 0-dim bools: whether the checksum differs
         for key, buffer in buffers:
             seen = self._seen.get(key)
             if (
@@ -160,13 +205,14 @@ class BufferWatch:
             self._hidden.update(key for key, other in zip(compared, different, strict=True) if other)
         return [key not in unchanged or key in self._hidden for key, _ in buffers]
 
-    def _watched(self) -> list[tuple[_Key, Tensor]]:
-        """The buffers that may have to be broadcast, with their keys; the same on all ranks."""
+    def _watched(self) -> list[tuple[int, Tensor]]:
+        """The buffers that may have to be broadcast, with the numbers of their places."""
         # A normalization layer in evaluation mode reads its statistics in forward, so they are included.
         return [
-            ((number, name), buffer)
-            for number, module in enumerate(self._holders)
+            (number, buffer)
+            for number, (module, name) in enumerate(self._places)
             if not (module.training and type(module) in _NORMALIZATIONS)
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.layout is torch.strided and buffer.numel()
+            and isinstance(buffer := getattr(module, name, None), Tensor)
+            and buffer.layout is torch.strided
+            and buffer.numel()
         ]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import __future__ as future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.checkpoint import module_state_dict
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.buffers import convert_buffers
 
@@ -90,6 +91,57 @@ def compare(setup: Setup) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_buffers_that_training_changes_are_those_of_rank_0(pool: RankPool, stage: int) -> None:
     pool.run(compare, Setup(stage, check_steps=2))  # what `data` changes is known after two
+
+
+class Caching(nn.Module):
+    """Caches by the length of its input, which differs between ranks."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("bias", None)
+        if counts:
+            self.register_buffer("table", torch.zeros(2), persistent=False)
+            self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, length = dist.get_rank(), len(x)
+        self.bias = torch.full((length,), float(rank))
+        if hasattr(self, "count"):
+            self.table = torch.full((length, 2), float(rank))
+            self.count = self.count + 1 + rank
+            if rank:
+                self.register_buffer("only", torch.full((4,), float(rank)))
+        return self.layer(x) + self.bias[:, None]
+
+
+def cache(setup: Setup, counts: bool) -> None:
+    rank, model = dist.get_rank(), Caching(counts)
+    session = driver.start(model, lambda module: torch.optim.SGD(module.parameters(), 0.1), setup)
+    own = {"bias": torch.full((3 + rank,), float(rank))}
+    if counts:
+        own["table"] = torch.full((3 + rank, 2), float(rank))
+        own |= {"only": torch.full((4,), float(rank))} if rank else {}
+    for step in range(3):
+        session.optimizer.zero_grad()
+        with session.engine.forward_context():
+            loss = model(torch.ones(3 + rank, 6)).square().mean()
+        driver.backward(session.engine, loss)
+        session.optimizer.step()
+        expected = own | ({"count": torch.tensor(step + 1.0)} if counts else {})
+        assert_equal(dict(model.named_buffers()), expected)
+        session.engine.sync_buffers()
+        saved = module_state_dict(session.engine)
+        assert saved.keys() == expected.keys() - {"table"} | {"layer.weight", "layer.bias"}
+        assert_equal(dict(model.named_buffers()), expected)
+    session.engine.release()
+
+
+@ranks(2)
+@pytest.mark.parametrize("counts", [True, False])
+def test_buffers_whose_shapes_differ_are_each_ranks_own(pool: RankPool, counts: bool) -> None:
+    """So are those that not all ranks have. The others are shared as ever."""
+    pool.run(cache, Setup(2, check_steps=2), counts)
 
 
 class Statistics(nn.Module):

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.state import (
     module_state_dict,
     optimizer_state_dict,
 )
+from lightning_zero.engine import shadow
 from lightning_zero.planning import Plan, plan
 from lightning_zero.planning.estimate import disk_bytes
 from lightning_zero.planning.memory import held_by, planned_parts
@@ -301,6 +302,48 @@ def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, touche
             f"read the gradients of {bucket.name}": nbytes,
         }
     assert touched == expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "optimizer"),
+    [(SETUP, "sgd"), (dataclasses.replace(STAGE3, precision=PURE_BF16), "split"), (STAGE3, "sgd")],
+    ids=["fp32", "split", "parameters"],
+)
+def test_an_average_reads_and_writes_each_tile_once(
+    tmp_path: Path, touched: Counter[str], monkeypatch: pytest.MonkeyPatch, setup: Setup, optimizer: str
+) -> None:
+    """Though it is computed in smaller pieces, and with the bits of masters in host memory."""
+    monkeypatch.setattr(shadow, "_HOST_PIECE", 1 << 9)
+    case, found = Case(setup, optimizer), []
+    for place in (case, case.on_disk(str(tmp_path))):
+        session = start(place, Mesh.single())
+        second = session.engine.make_shadow()
+        run_steps(session, case, [0])
+        session.engine.await_updates()
+        if on_disk := place is not case:
+            await_writes(session)
+        touched.clear()
+        second.update(lambda average, live: average.lerp_(live, 0.25))
+        values = [shard.clone() for shard in second.shards]
+        assert touched == (once(session, "read") if on_disk else {})
+        touched.clear()
+        second.swap()
+        if on_disk:
+            await_writes(session)
+        assert touched == (once(session, "read") | once(session, "write") if on_disk else {})
+        values += [shard.clone() for shard in second.shards]
+        found.append({str(n): v for n, v in enumerate(values)} | driver.finish(session).weights)
+    assert_equal(*found)
+
+
+def once(session: driver.Session, way: Literal["read", "write"]) -> dict[str, int]:
+    """The traffic of masters that are moved once; what is written is the parameters, too, where they rest on a disk."""
+    moved: list[DiskTensor] = []
+    for bucket in session.engine.buckets:
+        with_shard = way == "write" or bucket.master.in_shard
+        rested = *getattr(bucket.master, "rested", ()), *([bucket.shard] if with_shard else ())
+        moved += [tensor for tensor in rested if isinstance(tensor, DiskTensor)]
+    return {f"{way} {tensor.what}": aligned(nbytes_of(tensor)) for tensor in moved}
 
 
 def planned_for(case: Case, placement: BucketPlacement) -> Plan:
