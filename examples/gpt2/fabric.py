@@ -50,12 +50,14 @@ def main(cfg: DictConfig) -> None:
 
     clip_by = "clip_val" if cfg.trainer.gradient_clip_algorithm == "value" else "max_norm"
     interval = cfg.trainer.val_check_interval or len(windows)
+    losses = []  # of the micro-batches of a step
     with Progress(disable=rank > 0) as progress:
         bar = progress.add_task("", total=steps, completed=state["step"])
         for number, batch in zip(range(windows.position + 1, len(windows) + 1), windows, strict=False):
             with fabric.no_backward_sync(sharded, enabled=number % accumulate > 0):
                 loss = sharded.training_step(fabric.to_device(batch))
                 fabric.backward(loss / accumulate)
+            losses.append(loss.detach())
             if number % accumulate == 0:
                 if clip := cfg.trainer.gradient_clip_val:
                     fabric.clip_gradients(sharded, optimizer, **{clip_by: clip}, error_if_nonfinite=False)
@@ -65,13 +67,19 @@ def main(cfg: DictConfig) -> None:
                 if scheduler is not None and skipped_steps(fabric) == skipped:
                     scheduler.step()
                 state["step"] += 1
-                progress.update(bar, advance=1, description=f"train loss {loss:.3f}")
+                train_loss = float(fabric.all_reduce(torch.stack(losses).mean(), reduce_op="mean"))
+                losses.clear()
+                fabric.log("train_loss", train_loss, step=state["step"])
+                progress.update(bar, advance=1, description=f"train loss {train_loss:.3f}")
             if number % interval == 0 or number == len(windows):
                 val_loss = validate(fabric, sharded, data)
+                fabric.log("val_loss", val_loss, step=state["step"])
                 if rank == 0:
                     progress.print(f"step {state['step']}: validation loss {val_loss:.6f} nats per token")
 
     fabric.save(Path(cfg.run_dir) / "last.ckpt", state)
+    for logger in fabric.loggers:
+        logger.finalize("success")  # it may have rows that are not written yet
 
 
 def skipped_steps(fabric: L.Fabric) -> int:

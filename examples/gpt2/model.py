@@ -94,7 +94,8 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = self._loss(batch, "mean")
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)  # the mean of the global batch
+        if self.fabric is None:  # the loop of fabric.py logs by itself, with its steps
+            self.log("train_loss", loss, prog_bar=True, sync_dist=True)  # the mean of the global batch
         return loss
 
     def on_validation_epoch_start(self) -> None:

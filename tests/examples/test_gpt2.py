@@ -954,6 +954,10 @@ def test_the_loop_of_fabric_ends_with_the_weights_of_the_trainer(
         checkpoint = str(runs / "fabric" / "last.ckpt")
     assert parts.count("b") == whole.count("b") == 4 * accumulate
     assert validated_after(parts) == validated_after(whole) | {end * accumulate for end in ends}
+    with (runs / "fabric" / "csv" / "metrics.csv").open() as file:  # of the last part
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == [3, 4]
+    assert int(next(row["step"] for row in reversed(rows) if row["val_loss"])) == 4
     paths = (runs / "trainer" / "checkpoints" / "last.ckpt", runs / "fabric" / "last.ckpt")
     trainer, fabric = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
     assert trainer.keys() == fabric.keys()
