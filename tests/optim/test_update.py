@@ -42,6 +42,16 @@ def step(session: Session, index: int = 0) -> None:
     driver.run_step(session, [models.make_batches(index + 1, 1, 1)[index][0][0]])
 
 
+def take_over(session: Session, halfway: driver.Trained, **more: Any) -> None:
+    """Load weights and state of another session, with some values replaced."""
+    for name, parameter in session.model.named_parameters():
+        bucket = session.engine.bucket_of(parameter)
+        assert bucket is not None
+        index = bucket.index[id(parameter)]
+        bucket.load({index: halfway.weights[name]})
+        session.updater.load(bucket, index, halfway.optimizer_state[name] | more)
+
+
 def hyperparameters_of(optimizer: Optimizer, group: int = 0) -> dict[str, Any]:
     return {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
 
@@ -169,12 +179,7 @@ def test_a_step_count_that_is_a_number_goes_on() -> None:
     for index in range(3):
         step(first, index)
     halfway = driver.combine([driver.finish(first)])
-    for name, parameter in other.model.named_parameters():
-        bucket = other.engine.bucket_of(parameter)
-        assert bucket is not None
-        index = bucket.index[id(parameter)]
-        bucket.load({index: halfway.weights[name]})
-        other.updater.load(bucket, index, halfway.optimizer_state[name] | {"step": 3})
+    take_over(other, halfway, step=3)
     for index in (3, 4):
         step(other, index)
     for index in range(5):
@@ -344,12 +349,7 @@ def test_the_kernel_goes_on_from_torchs_state() -> None:
     for index in range(3):
         step(session, index)
     halfway = driver.combine([driver.finish(session)])
-    for name, parameter in other.model.named_parameters():
-        bucket = other.engine.bucket_of(parameter)
-        assert bucket is not None
-        index = bucket.index[id(parameter)]
-        bucket.load({index: halfway.weights[name]})
-        other.updater.load(bucket, index, halfway.optimizer_state[name])
+    take_over(other, halfway)
     step(other, 3)
     through = start(Setup(2))
     for index in range(4):
