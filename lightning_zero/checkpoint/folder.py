@@ -1,9 +1,9 @@
 """Writes a folder in the format of ``torch.distributed.checkpoint`` (DCP), to which every rank adds a file.
 
-No rank needs to see the files of another one. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
-``optimizer_1`` ..., as in folders of Lightning's FSDP strategy; everything else is in ``meta.pt``, which is written
-last. Planning and format are DCP's. Tensors are written tile by tile, errors are exchanged and the folder is renamed as
-for a checkpoint in one file.
+No rank needs to see the files of another one. Tensors are in DCP's files, as in folders of Lightning's FSDP strategies:
+those of the Trainer under ``model`` and ``optimizer_0``, ``optimizer_1`` ..., those of Fabric under the names of their
+entries. Everything else is in ``meta.pt``, which is written last. Planning and format are DCP's. Tensors are written
+tile by tile, errors are exchanged and the folder is renamed as for a checkpoint in one file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
 from lightning_zero.checkpoint.commit import METADATA, Save
 from lightning_zero.checkpoint.destination import Destination, make_destination
 from lightning_zero.checkpoint.errors import on_first, together
-from lightning_zero.checkpoint.folder_reader import OPTIMIZER
+from lightning_zero.checkpoint.folder_reader import OF_TRAINER, OPTIMIZER
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.remote import Location
 from lightning_zero.checkpoint.shards import Key, SharedValues, across_ranks, fetch_for_first, source_of, values_of
@@ -168,19 +168,10 @@ class _Contents:
             ValueError: two tensors would get the same name in DCP, or an entry has a name that is reserved.
         """
         contents = cls(meta=dict(checkpoint))
-        trees: dict[str, Any] = {}
-        if "state_dict" in contents.meta:
-            trees["model"] = contents.meta.pop("state_dict")
-        states = contents.meta.get("optimizer_states")
-        if states and isinstance(states, list | tuple):  # with Fabric it may be the state of one optimizer
-            trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states"))}
-        for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
-            if key == "model" or OPTIMIZER.fullmatch(key):
-                raise ValueError(
-                    f"the checkpoint's entry {key!r} has a name that a folder needs for the weights or the optimizer "
-                    "state; give it another name"
-                )
-            trees[key] = contents.meta.pop(key)
+        stored = [key for key, value in checkpoint.items() if _is_stored(key, value)]
+        trees = {key: contents.meta.pop(key) for key in stored}
+        if OF_TRAINER in contents.meta:
+            trees = _as_fsdp_names(trees)
         first: dict[Any, str] = {}
         for path, leaf in (found for key, tree in trees.items() for found in leaves(tree, _is_opened, (key,))):
             name = ".".join(map(str, path))
@@ -220,6 +211,27 @@ class _Contents:
             elif not (isinstance(leaf, Tensor) and _is_plain(leaf)):
                 self.entries[name] = _Pickled.of(leaf)
         return sharded
+
+
+def _is_stored(key: str, value: Any) -> bool:
+    """Whether the tensors of an entry of the checkpoint are in DCP's files."""
+    return key == "state_dict" or (key == "optimizer_states" and bool(value)) or bool(lazy_tensors(value))
+
+
+def _as_fsdp_names(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Name weights and optimizer states of the Trainer as in folders of Lightning's FSDP strategy."""
+    named: dict[str, Any] = {}
+    for key, tree in trees.items():
+        if key == "model" or OPTIMIZER.fullmatch(key):
+            raise ValueError(
+                f"the checkpoint's entry {key!r} has a name that a folder needs for the weights or the optimizer "
+                f"state, since there is the entry {OF_TRAINER!r}; give it another name"
+            )
+        if key == "optimizer_states" and isinstance(tree, list | tuple):  # with Fabric it may be that of one optimizer
+            named |= {f"optimizer_{n}": state for n, state in enumerate(tree)}
+        else:
+            named["model" if key == "state_dict" else key] = tree
+    return named
 
 
 def _is_opened(tree: Any) -> bool:

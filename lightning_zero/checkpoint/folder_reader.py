@@ -31,7 +31,10 @@ from lightning_zero.checkpoint.tiles import OpenFile, Readable, bytes_of, checks
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 
-OPTIMIZER = re.compile(r"optimizer_(\d+)")  # entries with the state of an optimizer; the weights are "model"
+# An entry of every checkpoint that the Trainer can load. In folders of these, as FSDP writes them, the weights are
+# "model" and the states of the optimizers "optimizer_0" ...; Fabric's folders have the names that the user gave.
+OF_TRAINER = "pytorch-lightning_version"
+OPTIMIZER = re.compile(r"optimizer_(\d+)")
 # The names that may occur in the pickle `.metadata`; others are neither imported nor called.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": (
@@ -108,6 +111,8 @@ def _verify(folder: Folder, world: Group) -> None:
 
 def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     """Combine the result of :meth:`Folder.entries` and the contents of ``meta.pt`` to the form of one file."""
+    if OF_TRAINER not in meta:
+        return meta | entries
     weights = {"state_dict": entries.pop("model")} if "model" in entries else {}
     numbered = sorted((int(match[1]), key) for key in entries if (match := OPTIMIZER.fullmatch(key)))
     states = [entries.pop(key) for _, key in numbered]

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -102,9 +103,9 @@ class ZeroAutoStrategy(ZeroStrategy):
     where optimizer state and parameters rest (on the device, in host memory, or on a disk if ``nvme_path`` or the
     environment variable names one), and those of the options below that are not given. The ranks exchange their
     available memory, so that all make the same choice; it depends only on model, optimizer and machine. After that the
-    run equals one with the chosen strategy, bit for bit. One log line says what was chosen and why, and loggers get it
-    as the hyperparameters ``zero_auto``. Later runs with the same module keep the choice; only the first fit after an
-    evaluation chooses again.
+    run equals one with the chosen strategy, bit for bit. One log line says what was chosen and why, and loggers get
+    the choice for a fit as the hyperparameters ``zero_auto``. Later runs with the same module keep the choice; only the
+    first fit after an evaluation chooses again.
 
     Before the choice the strategy is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make
     are sharded in host memory as they are made, and move to the chosen place later. The micro-batch is not changed.
@@ -137,6 +138,7 @@ class ZeroAutoStrategy(ZeroStrategy):
 
     strategy_name = AUTO
     chosen: Chosen | None = None
+    _logged: Chosen | None = None
     # Parameters that were initialized in shards can move to any place that is chosen later.
     _UNTIL_THEN: ClassVar[Mapping[str, Any]] = STRATEGIES["zero3_offload"]
 
@@ -197,20 +199,30 @@ class ZeroAutoStrategy(ZeroStrategy):
         module, engine = self.lightning_module, self._engine
         assert module is not None
         if (
-            engine is not None
-            and self._fits(engine, module, optimizers or ())
-            and (optimizers is None or engine.placement.trains)
+            engine is None
+            or not self._fits(engine, module, optimizers or ())
+            or not (optimizers is None or engine.placement.trains)
         ):
-            return
-        memory = self._describe_memory(module, optimizers, trainer)
-        memory = dataclasses.replace(memory, trace=self._traced(module))
-        chosen = self._choose(memory, private.is_compiled(module))
-        self._say(chosen)
-        self._become(chosen.way)
-        self.chosen = chosen
-        self._warn_of_copies(module)
-        for logger in trainer.loggers:
-            logger.log_hyperparams({AUTO: chosen.hyperparameters(self.options)})
+            memory = self._describe_memory(module, optimizers, trainer)
+            memory = dataclasses.replace(memory, trace=self._traced(module))
+            chosen = self._choose(memory, private.is_compiled(module))
+            self._say(chosen)
+            self._become(chosen.way)
+            self.chosen = chosen
+            self._warn_of_copies(module)
+        if optimizers is not None:
+            self._log(trainer.loggers)
+
+    def _log(self, loggers: Sequence[Logger]) -> None:
+        """Logs the choice with which a fit runs, unless an earlier fit has logged it.
+
+        Loggers do not get the choice of an evaluation before the fit, since some, such as MLflow's, refuse a
+        hyperparameter that they have with another value.
+        """
+        if self.chosen is not None and self.chosen is not self._logged:
+            for logger in loggers:
+                logger.log_hyperparams({AUTO: self.chosen.hyperparameters(self.options)})
+        self._logged = self.chosen
 
     def _choose(self, memory: Memory, compiled: bool) -> Chosen:
         """Returns the fastest way that fits, the same on all ranks. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -11,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -138,6 +138,11 @@ def _in_sweep() -> bool:
 
 def _recover_checkpoints(trainer: pl.Trainer | None) -> None:
     """Restores names of checkpoints whose save was killed between renames, before Lightning looks for the last one."""
-    for callback in trainer.checkpoint_callbacks if trainer is not None else ():
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
-            _checkpoint.recover_all(Path(callback.dirpath))
+    if trainer is None:
+        return
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)  # of `ModelCheckpoint`, `OnExceptionCheckpoint`, maybe of others
+        if folder is None and not trainer.loggers:  # to ask a logger for its folder may begin its run
+            folder = f"{trainer.default_root_dir}/checkpoints"
+        if isinstance(folder, str | os.PathLike) and "://" not in os.fspath(folder):
+            _checkpoint.recover_all(Path(folder).expanduser())

@@ -24,7 +24,7 @@ class Consolidated:
     """The result of a consolidation.
 
     Attributes:
-        tensors: number of entries in the `state_dict`.
+        tensors: number of entries in the `state_dict`, or in `model` if there is none.
         optimizers: number of optimizers with state.
         bytes: size of the file.
     """
@@ -58,7 +58,8 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
                 f"{source} is no folder, and has no 8-bit state in compact form; it needs no consolidation."
             )
         checkpoint = decoded_lazily(load(source, Group()))
-    weights: dict[str, Any] = checkpoint.get("state_dict", {})
+    named = checkpoint.get("state_dict", checkpoint.get("model"))  # users of Fabric call it so; it may be a list
+    weights: dict[str, Any] = named if isinstance(named, dict) else {}
     if dtype is not None:
         tied = tied_names(weights)  # they stay tied
         for name, value in weights.items():

@@ -178,6 +178,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
             checkpoint = as_one(folder.entries(read), meta)
     else:
         checkpoint, opaque = _read_file(path)
+    if isinstance(checkpoint, dict) and "state_dict" not in checkpoint and isinstance(checkpoint.get("model"), Mapping):
+        checkpoint["state_dict"] = checkpoint.pop("model")  # as users of Fabric call it
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
         found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise CheckpointError(

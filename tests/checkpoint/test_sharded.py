@@ -28,7 +28,7 @@ from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
@@ -290,7 +290,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def save_alone(tree: Any, path: Path, checksums: bool) -> None:
-    saving = begin("sharded", tree, path, None, ALONE, checksums)
+    saving = begin("sharded", {"pytorch-lightning_version": "2", **tree}, path, None, ALONE, checksums)
     assert saving is not None
     saving.write(ALONE)
 
@@ -492,27 +492,40 @@ class Start(Callback):
         self.step = trainer.global_step
 
 
-def resume_last(folder: str) -> int:
-    """With which step a fit goes on from the last checkpoint in a folder."""
-    callbacks = [start := Start(), ModelCheckpoint(folder, save_top_k=0)]
-    flags = {"enable_checkpointing": True, "accumulate_grad_batches": RECIPE.micro, "max_epochs": -1}
-    trainer = make_trainer(sharded("zero2"), callbacks=callbacks, max_steps=RECIPE.steps + 1, **flags)
-    trainer.fit(Resumable(RECIPE), ckpt_path="last")
+def resume_last(root: Path, callback: type[Checkpoint], options: dict[str, Any]) -> int:
+    """With which step a fit goes on from the last checkpoint of a callback."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        callbacks = [start := Start(), callback(**options)]
+        flags = {"enable_checkpointing": True, "accumulate_grad_batches": RECIPE.micro, "max_epochs": -1}
+        trainer = make_trainer(sharded("zero2"), callbacks=callbacks, max_steps=RECIPE.steps + 1, **flags)
+        trainer.fit(Resumable(RECIPE), ckpt_path="last")
     return start.step
 
 
-def test_the_last_checkpoint_is_found_where_its_save_was_killed(pool2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("callback", "options"),
+    [
+        (ModelCheckpoint, {"dirpath": "checkpoints", "save_top_k": 0}),
+        (ModelCheckpoint, {"save_top_k": 0}),
+        (OnExceptionCheckpoint, {"dirpath": "checkpoints", "filename": "last"}),
+    ],
+)
+def test_the_last_checkpoint_is_found_where_its_save_was_killed(
+    callback: type[Checkpoint], options: dict[str, Any], pool2: RankPool, tmp_path: Path
+) -> None:
     """Between two renames, on a file system that cannot swap two names."""
-    path = tmp_path / "last.ckpt"
+    path = tmp_path / "checkpoints" / "last.ckpt"
     pool2.run(save_at_end, sharded("zero2"), RECIPE, str(path))
     draft = Draft(path, folder=True)
     for file in path.iterdir():
         file.rename(draft.temporary / file.name)
     path.rmdir()
-    assert pool2.run(resume_last, str(tmp_path)) == [0, 0]  # its save is not killed yet
+    assert pool2.run(resume_last, tmp_path, callback, options) == [0, 0]  # its save is not killed yet
     os.close(draft.file)
-    assert pool2.run(resume_last, str(tmp_path)) == [RECIPE.steps] * 2
-    assert files_in(tmp_path) == {"last.ckpt"}
+    assert pool2.run(resume_last, tmp_path, callback, options) == [RECIPE.steps] * 2
+    # The fit has ended without an exception.
+    assert files_in(path.parent) == (set() if callback is OnExceptionCheckpoint else {"last.ckpt"})
 
 
 def test_a_draft_that_lost_the_name_to_take_is_left_alone(tmp_path: Path) -> None:

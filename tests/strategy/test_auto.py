@@ -180,21 +180,35 @@ def test_an_example_that_fails_is_no_obstacle(pool1: RankPool) -> None:
     assert not chosen.timed
 
 
-def evaluate_and_fit(precision: str) -> list[Any]:
-    """What an evaluation, the fit after it and another fit chose, and the weights of a fit by name."""
-    strategy, recipe = Assumed(), Recipe(steps=2)
-    trainer, module = make_trainer(strategy, precision=precision), Lit(recipe)
+class Told(CSVLogger):
+    """Keeps what it is told, as MLflow does, which refuses to be told a hyperparameter again with another value."""
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        vars(self).setdefault("told", []).extend(
+            params["zero_auto"]["device_bytes"] for _ in range("zero_auto" in params)
+        )
+
+
+def evaluate_and_fit(path: Path, **options: Any) -> tuple[list[Any], list[int]]:
+    """What an evaluation, the fit after it and another fit chose, and the device's memory that a logger was told of."""
+    strategy, recipe, logger = Assumed(**options), Recipe(steps=2), Told(path)
+    trainer, module = make_trainer(strategy, logger=logger), Lit(recipe)
     chosen = []
     for run in (trainer.validate, trainer.fit, trainer.fit):
         run(module)
         chosen.append(strategy.chosen)
-    return chosen
+    return chosen, logger.told
 
 
-def test_a_fit_chooses_again_after_an_evaluation(pool1: RankPool) -> None:
-    ((evaluated, first, second),) = pool1.run(evaluate_and_fit, "32-true")
+def test_a_fit_chooses_again_after_an_evaluation(pool1: RankPool, tmp_path: Path) -> None:
+    """Loggers are told once, what the fit runs with, also where the evaluation has chosen it."""
+    (((evaluated, first, second), told),) = pool1.run(evaluate_and_fit, tmp_path)
     assert evaluated.pick.need.peak.total < first.pick.need.peak.total
     assert first == second
+    assert told == [first.pick.need.peak.device]
+    (((evaluated, first, second), told),) = pool1.run(evaluate_and_fit, tmp_path, evaluation_masters=True)
+    assert evaluated == first == second
+    assert told == [first.pick.need.peak.device]
 
 
 class InConfigureModel(Lit):

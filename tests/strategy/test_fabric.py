@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers import models, place
 from helpers.ranks import RankPool, ranks
+from lightning import LightningModule
 from lightning.fabric import Fabric
 from strategy.fits import (
     NAMES,
@@ -35,6 +37,7 @@ from lightning_zero import (
     full_grad,
     full_param,
     gathered_parameters,
+    load_from_checkpoint,
 )
 from lightning_zero.engine import engines_of
 from lightning_zero.integration.engines import make_engine
@@ -42,6 +45,8 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.sharding import FreedParameter, Mesh
 from lightning_zero.storage import InlineExecutor
+from lightning_zero.tools.consolidate import consolidate
+from lightning_zero.tools.contents import describe
 
 CLIP = 0.3
 
@@ -358,27 +363,74 @@ def test_a_checkpoint_has_the_new_model_where_a_rank_still_holds_a_dropped_one(p
         assert_same(state, Layers(2).state_dict())
 
 
-def go_on_from_a_folder(path: str) -> list[dict[str, Any]]:
-    """States of an optimizer, saved as an entry with the Trainer's name for several, and of one that takes it over."""
-    strategy = ZeroFabricStrategy(2, checkpoint_format="sharded")
+class LitLayers(Layers, LightningModule):
+    """The weights' names are those of the model that Fabric has saved."""
+
+
+def go_on(path: Path, form: str, names: list[str]) -> tuple[list[Any], set[str]]:
+    """The state that is saved under these names, what takes it over, and the names of all entries."""
+    strategy = ZeroFabricStrategy(2, checkpoint_format=form)
     fabric = Fabric(accelerator=place.accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     states = []
-    for save in (True, False):
-        layers = Layers(1)
+    for seed in (1, 2):
+        layers = Layers(seed)
         model, optimizer = fabric.setup(layers, torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9))
-        if save:
+        if seed == 1:
             fabric.backward(model(torch.ones(1, 8)).sum())
             optimizer.step()
-        state = {"state_dict": model, "optimizer_states": optimizer}
-        fabric.save(path, state) if save else fabric.load(path, state)
-        states.append(fabric.strategy.get_optimizer_state(optimizer.optimizer))
-    return states
+        state = dict(zip(names, (model, optimizer), strict=True))
+        fabric.save(path, state) if seed == 1 else fabric.load(path, state)
+        optimizer_state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
+        states.append((fabric.strategy.get_module_state_dict(layers), optimizer_state))
+    return states, set(fabric.load(path))
 
 
-def test_an_optimizer_under_the_trainers_name_is_in_a_folder(pool2: RankPool, tmp_path: Path) -> None:
-    saved, loaded = pool2.run(go_on_from_a_folder, str(tmp_path / "saved.ckpt"))[0]
-    assert_same_states(loaded["state"], saved["state"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("names", [["model", "optimizer_1"], ["state_dict", "optimizer_states"]])
+def test_entries_have_the_names_that_the_user_gives(
+    pool2: RankPool, names: list[str], form: str, tmp_path: Path
+) -> None:
+    """The Trainer's names, too; then it can load the weights."""
+    path, own = tmp_path / "saved.ckpt", {*names, "lightning_zero"}
+    (saved, loaded), found = pool2.run(go_on, path, form, names)[0]
+    assert_same(loaded[0], saved[0])
+    assert_same_states(loaded[1], saved[1])
+    if "model" in names:
+        assert found == own
+        assert [tensor.name for tensor in describe(path).tensors] == [*saved[0]]
+    else:
+        assert found == {*own, "pytorch-lightning_version"}
+        assert_same(load_from_checkpoint(LitLayers, path, seed=2).state_dict(), saved[0])
+
+
+def load_of_fsdp(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    fabric = make_fabric("zero2")
+    model, optimizer = fabric.setup(layers := Layers(2), torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9))
+    rest = fabric.load(path, {"model": model, "optimizer": optimizer})
+    state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
+    assert all(
+        torch.equal(entry["momentum_buffer"], torch.ones_like(entry["momentum_buffer"])) for entry in state.values()
+    )
+    return fabric.strategy.get_module_state_dict(layers), rest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_fsdp_under_fabric_loads(pool1: RankPool, tmp_path: Path) -> None:
+    """Fabric's FSDP strategy writes the names that the user gives, by DCP itself."""
+    path, weights = tmp_path / "folder.ckpt", Layers(1).state_dict()
+    group = {**torch.optim.SGD([torch.ones(1)], lr=0.1, momentum=0.9).param_groups[0], "params": [*weights]}
+    state = {
+        "state": {name: {"momentum_buffer": torch.ones_like(w)} for name, w in weights.items()},
+        "param_groups": [group],
+    }
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
+    torch.save({"step": 3}, path / "meta.pt")
+    ((loaded, rest),) = pool1.run(load_of_fsdp, path)
+    assert_same(loaded, weights)
+    assert rest == {"step": 3}
+    assert consolidate(path, tmp_path / "one.ckpt", dtype=torch.bfloat16).tensors == len(weights)
+    assert_same(torch.load(tmp_path / "one.ckpt")["model"], {name: value.bfloat16() for name, value in weights.items()})
 
 
 class Counted(Layers):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.checkpoint.folder_reader import OF_TRAINER
 from lightning_zero.integration import private
 from lightning_zero.integration.checkpointing import WRITTEN_BY
 from lightning_zero.integration.fabric.base import EnginesStrategy
@@ -71,6 +73,8 @@ class CheckpointingStrategy(EnginesStrategy):
             if isinstance(contents[key], dict):
                 contents[key] = {name: value for name, value in contents[key].items() if keeps(name, value)}
         contents[WRITTEN_BY] = self._written_by(self._mesh)
+        if "state_dict" in contents:  # the Trainer's name of the weights; it loads no checkpoint without this entry
+            contents.setdefault(OF_TRAINER, lightning.__version__)
         _checkpoint.follow_first(self.engines)
         world = self._mesh.world
         with _checkpoint.pickled_as_masters(self.engines):
