@@ -35,10 +35,15 @@ def loss_of(module: nn.Module, example: Any) -> Tensor:
     Args:
         module: the module.
         example: one argument of forward, or a tuple or mapping of its arguments.
+
+    Raises:
+        ValueError: forward returns no floating-point tensor.
     """
     if isinstance(example, tuple):
         output = module(*example)
     else:
         output = module(**example) if isinstance(example, Mapping) else module(example)
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    if not tensors:
+        raise ValueError(f"forward returns a {type(output).__name__} without a floating-point tensor; expected one")
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
