@@ -85,6 +85,7 @@ class Bucket:
         self.edits = EditWatch(self.parameters, self.layout.offsets)
         self.state = BucketState.GATHERED
         self.pins = 0  # while there are any, `reshard` does nothing; see `pin`
+        self.saved = False  # whether autograd may have saved parameters that no unit gathers again for its backward
         self.full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `show`
         self._flat_views: list[Tensor] = []  # the parameters' data while they are views of `full`
         self.flat: Tensor
@@ -260,14 +261,19 @@ class Bucket:
     @torch.no_grad()
     def reshard(self) -> None:
         """Free ``flat`` if the stage shards parameters and nobody pins it."""
-        if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
+        if not self.shards_params or self.pins:
             return
-        if self.state in GATHERS:
-            self._await_shards()  # the gather must not write to freed memory
-        elif self.state is BucketState.GATHERED:
-            self.absorb_edits()
-        self.flat.untyped_storage().resize_(0)
-        self._become(BucketState.SHARDED)
+        if self.state is not BucketState.SHARDED:
+            if self.state in GATHERS:
+                self._await_shards()  # the gather must not write to freed memory
+            elif self.state is BucketState.GATHERED:
+                self.absorb_edits()
+            self.flat.untyped_storage().resize_(0)
+            self._become(BucketState.SHARDED)
+        if self.saved:
+            torch.autograd.graph.increment_version(self.parameters)  # backward must raise, not read freed memory
+            self.edits.note_versions()  # it is no edit by user code
+            self.saved = False
 
     def _become(self, state: BucketState) -> None:
         """Enter ``state``, and show the parameters as what they are: freed, pending or ordinary ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -135,6 +136,9 @@ class BucketMap:
         try:
             yield
             hold_saved(buckets)
+            # What a unit has gathered to compute, it gathers again for its backward.
+            for bucket in buckets:
+                bucket.saved |= torch.is_grad_enabled() and bucket not in in_use
         finally:
             for bucket in masters_shown:
                 end_masters(bucket, writeback)

@@ -6,6 +6,10 @@ them back when the tensor dies.
 
 Only memory that copies to and from a device use directly is pinned. Optimizer state, remainders and masters of 16-bit
 parameters never leave host memory, and are not: the system's limits may not allow to lock so much.
+
+The child of a fork, such as a worker of a DataLoader, gets zeros for the memory that serves a device. Otherwise the
+next update would copy all pages that it writes to, and the child keep the old ones. A child cannot use its parent's
+device, and so has no way to this memory. On CPU ranks it has, and gets the values.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ _KEPT_BYTES = 1 << 30  # at the end of the heap; activations and gradients of a 
 _LARGEST_BLOCK = 1 << 25  # bytes, the largest that glibc allows
 _LARGEST_REUSED = _LARGEST_BLOCK - mmap.PAGESIZE  # glibc adds some bytes to a block
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+# Of Linux. Not MADV_DONTFORK: a child that frees its copy of the tensor would unmap what has come in the gap since.
+_MADV_WIPEONFORK = 18
 _madvise = None if _MADV_HUGEPAGE is None else ctypes.CDLL(None).madvise
 if _madvise is not None:
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -44,8 +50,9 @@ class HostStore:
     """Rests tensors in host memory.
 
     Args:
-        pin_for: the device for whose asynchronous copies memory is pinned that crosses (see
-            :class:`~lightning_zero.storage.store.TensorStore`), where its type can; ``None``: nothing is pinned.
+        pin_for: the device that the memory serves. What crosses (see
+            :class:`~lightning_zero.storage.store.TensorStore`) is pinned for its asynchronous copies, where its type
+            can. ``None``: nothing is pinned, and children of forks get the values.
     """
 
     device = torch.device("cpu")
@@ -58,6 +65,7 @@ class HostStore:
 
     def __init__(self, pin_for: torch.device | None = None) -> None:
         self._pin_for = pin_for if pin_for is not None and device_type(pin_for).can_pin else None
+        self._for_children = pin_for is None or device_type(pin_for).shares_host_memory
 
     @property
     def pins(self) -> bool:
@@ -73,6 +81,8 @@ class HostStore:
         mapping = kind(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
         tensor = torch.frombuffer(mapping, dtype=dtype)  # keeps the mapping alive; anonymous pages start as zeros
         _ask_for_huge_pages(tensor)  # they save TLB misses: 8 to 14% of an optimizer step's time
+        if not self._for_children and _madvise is not None:
+            _madvise(tensor.data_ptr(), len(mapping), _MADV_WIPEONFORK)  # older systems ignore it
         if isinstance(mapping, _PinnedMapping):
             assert self._pin_for is not None
             # Pinning touches all pages, and would do so from this thread. The kernels' threads do it here, as they do

@@ -399,6 +399,37 @@ def test_a_unit_that_computes_is_not_freed_by_a_context(pool: RankPool, precisio
     pool.run(check_reader, precision)
 
 
+def check_backward_after_a_context(full_precision: bool) -> None:
+    """Of a graph that a context has made before a forward, and of one that has run backward once."""
+    session = started(Setup(3, precision=BF16))
+    engine, tokens = session.engine, batch()
+
+    def penalty() -> Tensor:
+        with engine.gathered(session.model.blocks.parameters(), full_precision=full_precision):
+            return sum(p.square().sum() for p in session.model.blocks.parameters())  # type: ignore[return-value]
+
+    with mock.patch.object(Bucket, "load", side_effect=AssertionError("it is no edit")):
+        before, _ = penalty(), penalty()
+    with engine.forward_context():
+        loss = models.next_token_loss(session.model, tokens)
+    after = penalty()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+    engine.begin_backward()
+    (loss + after).backward(retain_graph=True)
+    engine.flush()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        after.backward()
+    session.optimizer.zero_grad()
+    assert_equal(driver.finish(session).weights, driver.finish(started(Setup(3, precision=BF16))).weights)
+
+
+@ranks(2)
+@pytest.mark.parametrize("full_precision", [False, True])
+def test_backward_that_would_read_freed_parameters_is_an_error(pool: RankPool, full_precision: bool) -> None:
+    pool.run(check_backward_after_a_context, full_precision)
+
+
 def check_hidden_edits_are_lost(setup: Setup) -> None:
     session = started(setup)
     with gathered_parameters(session.model):

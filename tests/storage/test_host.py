@@ -17,19 +17,19 @@ from helpers.ranks import RankPool, ranks
 
 from lightning_zero.integration import engines
 from lightning_zero.integration.options import StrategyOptions
-from lightning_zero.storage import host, temporary_zeros, use_huge_pages
+from lightning_zero.storage import HostStore, host, temporary_zeros, use_huge_pages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-def asks_for_huge_pages(tensor: torch.Tensor) -> bool:
-    """Whether the system was asked for huge pages in the middle of the tensor's memory."""
+def flags_of(tensor: torch.Tensor) -> set[str]:
+    """What the system notes of the middle of the tensor's memory: "hg": use huge pages, "wf": give children zeros."""
     middle = tensor.data_ptr() + tensor.nbytes // 2
     for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
         begin, end = (int(address, 16) for address in mapping.split(" ", 1)[0].split("-")) if mapping else (0, 0)
         if begin <= middle < end:
-            return "hg" in mapping.rsplit("VmFlags:", 1)[1].split()
+            return set(mapping.rsplit("VmFlags:", 1)[1].split())
     raise AssertionError(f"nothing is mapped at {middle:#x}")
 
 
@@ -39,7 +39,7 @@ def test_what_the_allocator_does_not_reuse_is_in_huge_pages(nbytes: int) -> None
     zeros = temporary_zeros(nbytes // 4, torch.float32, CPU)
     empty = torch.empty(nbytes // 2, dtype=torch.bfloat16)
     assert use_huge_pages(empty) is empty
-    assert [asks_for_huge_pages(tensor) for tensor in (zeros, empty)] == [True, True]
+    assert ["hg" in flags_of(tensor) for tensor in (zeros, empty)] == [True, True]
     assert not zeros.any()
     assert not empty.zero_().any()
 
@@ -57,6 +57,17 @@ def test_a_system_without_huge_pages_does_without(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host, "_MADV_HUGEPAGE", 9999)  # what such a kernel answers with EINVAL, too
     assert not temporary_zeros(40 * MIB, torch.uint8, CPU).any()
     assert not use_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)).zero_().any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show what it notes")
+@pytest.mark.parametrize(("device", "kept"), [("xpu", True), ("cpu", False), (None, False)])
+def test_forked_workers_do_not_get_what_serves_a_device(device: str | None, kept: bool) -> None:
+    """They get zeros, without a copy. Those of CPU ranks get it, since they can compute with the module."""
+    store = HostStore(pin_for=None if device is None else torch.device(device))
+    resting = store.rest(40 * MIB // 4, torch.float32, "moments")  # in part in huge pages
+    tensors = [resting.view(0, 1000), resting.view(20 * MIB // 4, resting.numel), store.zeros(1000, torch.uint8)]
+    assert ["wf" in flags_of(tensor) for tensor in tensors] == [kept] * 3
+    assert not resting.view(0, resting.numel).any()
 
 
 WHERE_A_BLOCK_COMES_FROM = """
