@@ -75,6 +75,7 @@ __all__ = [
     "profiles",
     "registered_modules",
     "set_compiled_call",
+    "shift_versions",
     "storage_in",
     "storage_number",
     "tree_leaves",
@@ -149,6 +150,12 @@ def changes_arguments(operator: Any) -> bool:
 def version_of(tensor: Tensor) -> int:
     """The version counter: how often a tensor was changed in place. ``torch.autograd.graph`` can only increment it."""
     return tensor._version
+
+
+def shift_versions(tensors: Iterable[Tensor], by: int) -> None:
+    """Adds to the version counters of tensors; see :func:`version_of`. FSDP2 keeps those of its parameters so."""
+    found = tuple(tensors)
+    torch._C._autograd._unsafe_set_version_counter(found, tuple(tensor._version + by for tensor in found))
 
 
 def version_counter(tensor: Tensor) -> Tensor:

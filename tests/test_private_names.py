@@ -263,6 +263,8 @@ OWNERS: dict[str, Callable[[], object]] = {
     "nn.Module._apply": lambda: torch.nn.Module,
     "nn.RNNBase._apply": lambda: torch.nn.RNNBase,
     "torch._C": lambda: torch,
+    "torch._C._autograd": lambda: torch._C,
+    "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd,
     "torch._C._current_graph_task_id": lambda: torch._C,
     "torch._C._disabled_torch_function_impl": lambda: torch._C,
     "torch._C._storage_Use_Count": lambda: torch._C,

@@ -85,7 +85,10 @@ class Bucket:
         self.edits = EditWatch(self.parameters, self.layout.offsets)
         self.state = BucketState.GATHERED
         self.pins = 0  # while there are any, `reshard` does nothing; see `pin`
-        self.saved = False  # whether autograd may have saved parameters that no unit gathers again for its backward
+        # Whether autograd may have saved parameters that no unit gathers again for its backward. While these are freed,
+        # their version counters are higher by one: such a backward raises, and does not read freed memory.
+        self.saved = False
+        self._raised = False
         self.full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `show`
         self._flat_views: list[Tensor] = []  # the parameters' data while they are views of `full`
         self.flat: Tensor
@@ -261,19 +264,14 @@ class Bucket:
     @torch.no_grad()
     def reshard(self) -> None:
         """Free ``flat`` if the stage shards parameters and nobody pins it."""
-        if not self.shards_params or self.pins:
+        if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
             return
-        if self.state is not BucketState.SHARDED:
-            if self.state in GATHERS:
-                self._await_shards()  # the gather must not write to freed memory
-            elif self.state is BucketState.GATHERED:
-                self.absorb_edits()
-            self.flat.untyped_storage().resize_(0)
-            self._become(BucketState.SHARDED)
-        if self.saved:
-            torch.autograd.graph.increment_version(self.parameters)  # backward must raise, not read freed memory
-            self.edits.note_versions()  # it is no edit by user code
-            self.saved = False
+        if self.state in GATHERS:
+            self._await_shards()  # the gather must not write to freed memory
+        elif self.state is BucketState.GATHERED:
+            self.absorb_edits()
+        self.flat.untyped_storage().resize_(0)
+        self._become(BucketState.SHARDED)
 
     def _become(self, state: BucketState) -> None:
         """Enter ``state``, and show the parameters as what they are: freed, pending or ordinary ones.
@@ -282,6 +280,9 @@ class Bucket:
         """
         self.state = state
         freed = state in (BucketState.SHARDED, BucketState.GATHERING) and self.full is None
+        if self.saved and freed is not self._raised:
+            self._raised = freed
+            self.edits.shift_versions(1 if freed else -1)
         read = None  # gives a pending parameter its values
         if not freed and self._deferred is not None:
             _, read = self._deferred

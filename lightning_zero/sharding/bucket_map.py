@@ -136,9 +136,8 @@ class BucketMap:
         try:
             yield
             hold_saved(buckets)
-            # What a unit has gathered to compute, it gathers again for its backward.
             for bucket in buckets:
-                bucket.saved |= torch.is_grad_enabled() and bucket not in in_use
+                bucket.saved |= torch.is_grad_enabled()
         finally:
             for bucket in masters_shown:
                 end_masters(bucket, writeback)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.sharding.checksum import checksum
-from lightning_zero.torch_private import version_of
+from lightning_zero.torch_private import shift_versions, version_of
 
 
 class EditWatch:
@@ -36,6 +36,11 @@ class EditWatch:
     def note_versions(self) -> None:
         """Note the present versions alone, after a change that is no edit."""
         self._versions = [version_of(p) for p in self._parameters]
+
+    def shift_versions(self, by: int) -> None:
+        """Add to the version counters, which is no edit."""
+        shift_versions(self._parameters, by)
+        self._versions = [version + by for version in self._versions]
 
     def hidden(self, watched: Callable[[], Tensor]) -> Tensor | None:
         """Whether the checksum of ``watched()`` is another than the noted one: 0-dim bool; ``None`` without one."""
