@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import CPUAdamW
 from lightning_zero.integration.names import STRATEGIES
 
-LAYERS, WIDTH = 10, 3500  # 122M parameters
+LAYERS, WIDTH = 10, 2400  # 58M parameters
 LARGEST = WIDTH * WIDTH * 4 * 3  # bytes of a parameter and its state
 SHARD = LAYERS * LARGEST // 2
 LIMIT = SHARD // 10 + LARGEST + (64 << 20)

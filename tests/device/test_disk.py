@@ -27,7 +27,7 @@ from lightning_zero.storage.nvme import DiskTensor
 from lightning_zero.storage.threads import in_lane
 
 RECIPE = Recipe(steps=3, micro=2, optimizer="adamw")
-SEEDS = 10
+SEEDS = 4
 BUFFER_GB = 2.0**-12  # tiles of 4096 elements, the smallest there are
 
 

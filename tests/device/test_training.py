@@ -180,7 +180,7 @@ def test_every_schedule_gives_the_same_bits(
 ) -> None:
     pool = (device_pool1, device_pool2)[world - 1]
     training = Training(name, precision, world, Recipe(steps=2, micro=2, scheduled=True))
-    schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(world - 1, SEEDS, 2))]
+    schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(world - 1, 8, 2))]
     found = dict(zip(map(str, schedules), pool.run(train, training, schedules)[0][1], strict=True))
     if precision in AUTOCAST:
         expected, reference = found[str(EAGER)], "eager"

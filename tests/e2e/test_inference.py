@@ -17,7 +17,7 @@ from e2e.started import reports_of
 from lightning_zero import load_from_checkpoint
 
 LIMIT = 300.0  # seconds; about 15 on idle cores
-SIZES = {"n_layer": 24, "n_head": 16, "n_embd": 1024, "context": 64, "vocab_size": 256}  # 303M parameters
+SIZES = {"n_layer": 24, "n_head": 16, "n_embd": 704, "context": 64, "vocab_size": 256}  # 143M parameters
 
 pytestmark = [
     pytest.mark.launch,
@@ -44,7 +44,7 @@ def test_a_large_gpt2_predicts_in_capped_memory(tmp_path: Path) -> None:
     # A rank that made the whole model, and cast it, would need 1.5 times its size.
     options = {"strategy": "zero3_offload", "sizes": SIZES, "checkpoint": str(path), "cap": 1.25}
     for report in reports_of("predict_large.py", tmp_path, limit=LIMIT, **options):
-        assert report["full"] > 1.2e9
+        assert report["full"] > 5.7e8
         assert report["peak"] < 0.6 * report["full"]
         assert report["end"] < 0.4 * report["full"]
         assert report["predictions"] == expected

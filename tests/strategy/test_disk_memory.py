@@ -21,7 +21,7 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.preflight import DoesNotFitError
 from lightning_zero.storage import note_freed
 
-LAYERS, WIDTH = 288, 1024  # 302M parameters
+LAYERS, WIDTH = 160, 1024  # 168M parameters
 
 
 class Block(nn.Sequential):
@@ -90,17 +90,14 @@ def on_disk(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_disk_takes_a_quarter_of_the_memory(pool2: RankPool, tmp_path: Path) -> None:
-    """Of bf16 parameters; their gradients, 2 of the 16 bytes that an element takes with offloading, rest there, too."""
-    places = on_disk(tmp_path), on_disk(tmp_path) | {"offload_gradients": "cpu"}, STRATEGIES["zero3_offload"]
-    disk, beside, host = (pool2.run_within(280, train_again, place, precision="bf16-mixed") for place in places)
-    for place, peaks in zip(("disk", "gradients in memory", "host"), (disk, beside, host), strict=True):
+def test_a_disk_takes_a_sixth_of_the_memory(pool2: RankPool, tmp_path: Path) -> None:
+    """Of bf16 parameters. Their gradients rest there, too: in memory they alone would take an eighth."""
+    places = on_disk(tmp_path), STRATEGIES["zero3_offload"]
+    disk, host = (pool2.run_within(280, train_again, place, precision="bf16-mixed") for place in places)
+    for place, peaks in zip(("disk", "host"), (disk, host), strict=True):
         print(f"{place}: {[n >> 20 for n in peaks]} MiB")
     assert min(host) >= LAYERS * WIDTH**2 * 16 // 2, "not all of it was seen"
-    assert max(disk) <= 0.25 * min(host)
-    gradients = LAYERS * WIDTH**2 * 2 // 2
-    # Half of them, since equal runs differ by up to 70 MiB: the allocator keeps what the process freed before
-    assert max(disk) <= min(beside) - gradients // 2
+    assert max(disk) <= min(host) / 6
 
 
 ROOM, FITTING = 640 << 20, 72  # bytes; layers whose masters and moments alone take 864 MiB
