@@ -55,7 +55,7 @@ class Orthogonal(Deep):
     """Trained by Muon; as many matrices as a bucket has go to the device together."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Muon(self.parameters(), lr=1e-3)
+        return Muon(self.parameters(), lr=1e-3, ns_steps=2)  # further ones take the memory of these
 
 
 class Planned(Callback):
