@@ -76,7 +76,9 @@ def test_a_transfer_that_fails_is_named_or_survived(outcomes: dict[str, list[Out
             tried = [o.number for o in outcomes[part] if o.direction == direction and o.fault in names]
             assert tried == list(range(count))
     truncated = {"truncated"} if part == "gradients" else set()
-    assert {outcome.fault for outcome in outcomes[part]} == {fault.name for fault in ENDING + SURVIVED} | {"none"} | truncated
+    assert {outcome.fault for outcome in outcomes[part]} == {fault.name for fault in ENDING + SURVIVED} | {
+        "none"
+    } | truncated
     assert not [outcome for outcome in outcomes[part] if wrong(outcome)]
     for direction in (READS, WRITES):
         errors = [str(o.error[0]) for o in outcomes[part] if o.error is not None and o.direction == direction]
