@@ -152,11 +152,11 @@ def ulp(x: Array) -> Array:
     return np.nextafter(single, np.float32(np.inf)).astype(np.float64) - single
 
 
-def gradients(dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def gradients(dtype: torch.dtype, steps: int, generator: torch.Generator) -> Tensor:
     """Each element with a magnitude of its own, and a zero at times."""
     exponents = torch.linspace(-18, 3, COUNT).round()[torch.randperm(COUNT, generator=generator)]
-    grads = torch.randn(STEPS, COUNT, generator=generator) * 2.0**exponents
-    return (grads * (torch.rand(STEPS, COUNT, generator=generator) > 0.01)).to(dtype)
+    grads = torch.randn(steps, COUNT, generator=generator) * 2.0**exponents
+    return (grads * (torch.rand(steps, COUNT, generator=generator) > 0.01)).to(dtype)
 
 
 def updated(rule: Rule, layout: Layout, grads: Tensor, start: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ def updated(rule: Rule, layout: Layout, grads: Tensor, start: Tensor, options: d
         begin["param"], begin["remainder"] = split(start, master.split)
     if master.copy is not None:
         begin["copy_out"] = torch.zeros(COUNT, dtype=master.copy)
-    rows = {name: tensor.repeat(STEPS + 1, 1) for name, tensor in begin.items()}
-    for t in range(1, STEPS + 1):
+    rows = {name: tensor.repeat(len(grads) + 1, 1) for name, tensor in begin.items()}
+    for t in range(1, len(grads) + 1):
         for tensor in rows.values():
             tensor[t] = tensor[t - 1]
         first = {"first": t == 1} if "momentum" in rule.arguments else {}
@@ -179,9 +179,9 @@ def updated(rule: Rule, layout: Layout, grads: Tensor, start: Tensor, options: d
     return rows
 
 
-def check_steps(rule: Rule, layout: Layout, options: dict[str, Any]) -> None:
+def check_steps(rule: Rule, layout: Layout, options: dict[str, Any], count: int = STEPS) -> None:
     generator = torch.Generator().manual_seed(8)
-    grads = gradients(layout.grad, generator)
+    grads = gradients(layout.grad, count, generator)
     start = torch.randn(COUNT, generator=generator) * 2.0 ** torch.randint(-30, 10, (COUNT,), generator=generator)
     start[::16] = 0.0
     rows = updated(rule, layout, grads, start, options)
@@ -200,7 +200,7 @@ def check_steps(rule: Rule, layout: Layout, options: dict[str, Any]) -> None:
         g = fused(f32(arguments["weight_decay"]), p[:-1], g)
     states = {name: double(rows[name]) for name in rule.states}
     steps = Steps(
-        t=np.arange(1.0, STEPS + 1)[:, None],
+        t=np.arange(1.0, count + 1)[:, None],
         p=p[:-1],
         old={name: state[:-1] for name, state in states.items()},
         new={name: state[1:] for name, state in states.items()},
@@ -239,9 +239,9 @@ def test_a_thousand_steps_are_each_as_accurate_as_promised(rule_name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "rule_name"), list(enumerate(RULES)))
-def test_a_thousand_steps_on_every_layout(first: int, rule_name: str) -> None:
+def test_a_hundred_steps_on_every_layout(first: int, rule_name: str) -> None:
     for number, layout in enumerate(layouts(RULES[rule_name]), start=first):
-        check_steps(RULES[rule_name], layout, (PLAIN, EVERYTHING, {"weight_decay": 0.3})[number % 3])
+        check_steps(RULES[rule_name], layout, (PLAIN, EVERYTHING, {"weight_decay": 0.3})[number % 3], 100)
 
 
 def test_ten_steps_match_the_paper_in_double_precision() -> None:

@@ -234,7 +234,7 @@ def check_trajectory(rule_name: str, dtype: torch.dtype, state: torch.dtype, gra
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("rule_name", RULES)
 def test_an_update_of_a_split_master_is_one_of_an_fp32_master(rule_name: str, dtype: torch.dtype) -> None:
-    check_trajectory(rule_name, dtype, torch.float32, torch.bfloat16, 300)
+    check_trajectory(rule_name, dtype, torch.float32, torch.bfloat16, 100)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_an_update_of_a_split_master_is_one_of_an_fp32_master(rule_name: str, dt
 def test_an_update_of_a_split_master_with_every_other_layout(rule_name: str, dtype: torch.dtype) -> None:
     states = (torch.float32, torch.bfloat16) if RULES[rule_name].states else (torch.float32,)
     for number, grad in enumerate(FLOATS, start=HALF.index(dtype)):
-        check_trajectory(rule_name, dtype, states[number % len(states)], grad, 1000)
+        check_trajectory(rule_name, dtype, states[number % len(states)], grad, 100)
 
 
 @pytest.mark.slow
