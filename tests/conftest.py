@@ -183,9 +183,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Have a test of the simulated device run by a rank that has it; pytest's own process never does."""
+    device = pyfuncitem.funcargs.get("device")
+    if device is None:
+        return None  # before an import of lightning
     from device import where
 
-    device = pyfuncitem.funcargs.get("device")
     if not isinstance(device, where.OnRank):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

@@ -44,10 +44,17 @@ def test_those_of_libraries_are_bitwise_equal(pool: RankPool, name: str) -> None
     check_cases(pool, [Case(Setup(stage, offload=stage > 1), name) for stage in STAGES])
 
 
-@ranks(2, slow=(1, 4))
+@ranks(2)
 @pytest.mark.parametrize("stage", slow_unless((1, 3), STAGES))
 def test_optimizers_of_whole_parameters_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage))
+
+
+@pytest.mark.slow
+@ranks(1, 4)
+def test_so_they_are_on_other_numbers_of_ranks(pool: RankPool) -> None:
+    """A third of the cases: every optimizer at some stage, every stage with some of them."""
+    check_cases(pool, [case for stage in STAGES for case in sample(stage)[-stage % 3 :: 3]])
 
 
 class Assigns(Ruled):
