@@ -25,11 +25,14 @@ LIMIT = 400.0  # seconds; about 11 on idle cores
 pytestmark = pytest.mark.launch
 
 
-def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, float]:
-    """Run the script; its exit status, output, and seconds taken. Nothing of it outlives the call."""
+def launch(command: list[str], folder: Path, *trainings: dict[str, Any]) -> tuple[int, str, float]:
+    """Run the script, whose trainings write `0.pt` and so on: its exit status, output, and seconds taken.
+
+    Nothing of it outlives the call.
+    """
     begin = time.monotonic()
     process = subprocess.Popen(
-        [*command, json.dumps({"out": str(folder / "weights.pt"), **options})],
+        [*command, json.dumps([{"out": str(folder / f"{number}.pt")} | each for number, each in enumerate(trainings)])],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -47,39 +50,42 @@ def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, 
     return process.returncode, output, time.monotonic() - begin
 
 
+def check_weights(file: Path, strategy: Any) -> None:
+    assert_same(torch.load(file, weights_only=True), reference(strategy, RECIPE, 2).weights)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "strategy"),
-    [
-        (PLAIN, "zero2_offload"),
-        (TORCHRUN, "zero2"),
-        (PLAIN, {"stage": 3, "start_method": "spawn"}),
-        (PLAIN, {"stage": 2, "start_method": "fork"}),
-    ],
-    ids=["popen", "torchrun", "spawn", "fork"],
+    ("command", "strategy", "rank"),
+    [(PLAIN, "zero2_offload", 0), (TORCHRUN, "zero2", 1)],
+    ids=["popen, rank 0", "torchrun, rank 1"],
 )
-def test_a_launched_run_trains_as_one_process_would(command: list[str], strategy: Any, tmp_path: Path) -> None:
-    """After a spawned run the module of the main process is whole, at stage 3 too."""
-    status, _, _ = launch(command, tmp_path, strategy=strategy)
-    assert status == 0
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert_same(weights, reference(strategy, RECIPE, 2).weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "rank"), [(PLAIN, 0), (TORCHRUN, 1)], ids=["popen, rank 0", "torchrun, rank 1"])
-def test_a_rank_that_raises_ends_the_run_with_its_error(command: list[str], rank: int, tmp_path: Path) -> None:
-    status, output, seconds = launch(command, tmp_path, strategy="zero3", fail_on=rank)
+def test_a_run_trains_as_one_process_would_until_a_rank_raises(
+    command: list[str], strategy: str, rank: int, tmp_path: Path
+) -> None:
+    """One launch for both: to start ranks is what takes the time."""
+    status, output, seconds = launch(command, tmp_path, {"strategy": strategy}, {"strategy": "zero3", "fail_on": rank})
+    check_weights(tmp_path / "0.pt", strategy)
     assert status != 0
     assert f"LookupError: rank {rank} gave up" in output
     if command is PLAIN:  # torchrun has a report of its own
         assert f"rank {rank} " in output.splitlines()[-1]  # whichever rank printed it
-    assert not (tmp_path / "weights.pt").exists()
+    assert not (tmp_path / "1.pt").exists()
     assert seconds < LIMIT
 
 
 @pytest.mark.slow
+def test_forked_and_spawned_ranks_train_as_one_process_would(tmp_path: Path) -> None:
+    """After a spawned run the module of the main process is whole, at stage 3 too."""
+    strategies = [{"stage": 2, "start_method": "fork"}, {"stage": 3, "start_method": "spawn"}]
+    status, _, _ = launch(PLAIN, tmp_path, *({"strategy": strategy} for strategy in strategies))
+    assert status == 0
+    for number, strategy in enumerate(strategies):
+        check_weights(tmp_path / f"{number}.pt", strategy)
+
+
+@pytest.mark.slow
 def test_the_last_line_names_a_rank_that_was_killed(tmp_path: Path) -> None:
-    status, output, _ = launch(PLAIN, tmp_path, strategy="zero2", fail_on=1, killed=True)
+    status, output, _ = launch(PLAIN, tmp_path, {"strategy": "zero2", "fail_on": 1, "killed": True})
     assert status != 0
     assert "rank 1 was ended by SIGKILL, nearly always because host memory ran out" in output.splitlines()[-1]

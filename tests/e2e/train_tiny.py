@@ -1,4 +1,7 @@
-"""A training script as users write it: `train_tiny.py '{"strategy": ..., "out": ...}'`, run by a launcher."""
+"""A training script as users write it: `train_tiny.py '[{"strategy": ..., "out": ...}]'`, run by a launcher.
+
+It makes one training for every entry of the list.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,7 @@ class Unhurried(subprocess_script._ChildProcessObserver):
         super().__init__(**arguments, sleep_period=3600)
 
 
-def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1, killed: bool = False) -> None:
-    torch.set_num_threads(1)
-    subprocess_script._ChildProcessObserver = Unhurried  # type: ignore[misc]
+def train(strategy: str | dict[str, Any], out: str, fail_on: int = -1, killed: bool = False) -> None:
     trainer = Trainer(
         strategy=ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy,
         accelerator="cpu",
@@ -65,4 +66,7 @@ def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1, killed: bo
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    subprocess_script._ChildProcessObserver = Unhurried  # type: ignore[misc]
+    for options in json.loads(sys.argv[1]):
+        train(**options)
