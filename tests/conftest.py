@@ -125,11 +125,19 @@ def _loggers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pools(pytestconfig: pytest.Config) -> Iterator[Callable[..., RankPool]]:
+def fork_server() -> Iterator[ForkServer]:
+    """The process that all ranks are forked from."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def rank_pools(pytestconfig: pytest.Config, fork_server: ForkServer) -> Iterator[Callable[..., RankPool]]:
     """Running pools by world size and the type of device that their ranks have, which all tests share."""
     from device import where
 
-    server, plugin = ForkServer(), pytestconfig.pluginmanager.get_plugin(SIMULATED)
+    server, plugin = fork_server, pytestconfig.pluginmanager.get_plugin(SIMULATED)
     pools: dict[tuple[int, str], RankPool] = {}
 
     def running(world_size: int, device: str = "") -> RankPool:
@@ -145,7 +153,23 @@ def rank_pools(pytestconfig: pytest.Config) -> Iterator[Callable[..., RankPool]]
     yield running
     for pool in pools.values():
         pool.close()
-    server.close()
+
+
+@pytest.fixture
+def new_ranks(fork_server: ForkServer) -> Iterator[Callable[[int], RankPool]]:
+    """Makes pools of new ranks, without a process group, for programs that are else started as processes.
+
+    They have a launcher's variables, and what the fork server has imported; only this test uses them.
+    """
+    pools: list[RankPool] = []
+
+    def make(world_size: int) -> RankPool:
+        pools.append(RankPool(world_size, fork_server, timeout=240.0, backend=""))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.benchmark import load
+from helpers.benchmark import load, run_printing
+from helpers.ranks import RankPool
 
 
 @pytest.fixture
-def benchmark() -> Any:
-    return load("exposed")
+def benchmark(new_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, whose cells run in new ranks in the place of new interpreters."""
+
+    def run(command: list[str], env: dict[str, str], **options: Any) -> SimpleNamespace:
+        (printed,) = new_ranks(1).run(run_printing, command[command.index("-P") + 1 :], env)
+        return SimpleNamespace(returncode=0, stdout=printed)
+
+    benchmark = load("exposed")
+    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
+    return benchmark
 
 
 @pytest.mark.slow

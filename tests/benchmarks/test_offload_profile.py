@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.benchmark import START, load
-from helpers.ranks import server_environment
+from helpers.benchmark import load, run_main
+from helpers.ranks import RankPool
 
 
 def event(category: str, name: str, start: float, duration: float) -> dict[str, Any]:
@@ -36,10 +35,9 @@ def test_what_overlaps_counts_once_and_short_gaps_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run(tmp_path: Path) -> None:
-    options = "--model tiny --tokens 32 --batch 1 --micro-batches 2 --device cpu --folder found".split()
-    command = [sys.executable, "-c", START.format("offload_profile"), *options]
-    subprocess.run(command, cwd=tmp_path, env=server_environment(), check=True)
+def test_a_small_run(new_ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    options = "--model tiny --tokens 8 --batch 1 --micro-batches 2 --device cpu --folder found".split()
+    new_ranks(1).run(run_main, "offload_profile", str(tmp_path), *options)
     figures = json.loads((tmp_path / "found" / "figures.json").read_text())
     assert figures["seconds"] > 0
     assert figures["busy_seconds"]["HOST"] > 0
