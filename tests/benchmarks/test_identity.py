@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.benchmark import START, load
-from helpers.ranks import RankPool, server_environment
+from helpers.benchmark import load
+from helpers.ranks import RankPool
 
 SMALL = {
     "strategy": "zero2_offload",
@@ -79,24 +79,39 @@ def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> No
     assert digest("1", "a", "x") == digest("2", "b", "x") != digest("1", "a", "y")
 
 
+def work(*arguments: Any) -> None:
+    """What a process of the script does, in a new rank."""
+    load("identity").work(int(os.environ["RANK"]), *arguments)
+
+
 @pytest.mark.slow
-def test_the_script_compares_with_a_file(tmp_path: Path) -> None:
+def test_the_script_compares_with_a_file(
+    new_ranks: Callable[[int], RankPool],
+    identity: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def start_processes(function: Any, arguments: tuple[Any, ...], nprocs: int, start_method: str) -> None:
+        assert (function, start_method) == (identity.work, "spawn")
+        new_ranks(nprocs).run(work, *arguments)
+
+    monkeypatch.setattr(identity.mp, "start_processes", start_processes)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    command = [sys.executable, "-c", START.format("identity"), "--only", "^zero1 32-true w1"]
 
-    def run(*options: object) -> subprocess.CompletedProcess[str]:
-        arguments = [*command, *map(str, options)]
-        return subprocess.run(
-            arguments, env=server_environment(), cwd=tmp_path, text=True, stdout=subprocess.PIPE, check=False
-        )
+    def run(*options: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["benchmark", "--only", "^zero1 32-true w1", *map(str, options)])
+        identity.main()
 
-    assert run("--out", before, "--trace", tmp_path / "trace").returncode == 0
+    run("--out", before, "--trace", tmp_path / "trace")
     assert any((tmp_path / "trace").iterdir())
     result = json.loads(before.read_text())
     name, *others = result["trainings"]
     assert others
     result["trainings"][name]["norms"] = ""
     before.write_text(json.dumps(result))
-    compared = run("--out", after, "--against", before)
-    assert compared.returncode == 1
-    assert f"\n{name}: norms\n1 of {len(others) + 1} trainings differ; norms: 1\n" in compared.stdout
+    with pytest.raises(SystemExit) as ended:
+        run("--out", after, "--against", before)
+    assert ended.value.code == 1
+    assert f"\n{name}: norms\n1 of {len(others) + 1} trainings differ; norms: 1\n" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.benchmark import load
@@ -45,21 +47,46 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# As after a RecursionError, whose sources Python 3.11 cannot parse again, so that pytest cannot show the failure.
+NOT_SHOWN = "import ast\n\ndef test_a():\n    ast.parse = None\n    raise OSError('lost')\n\ndef test_b(): ...\n"
+
+
 @pytest.mark.slow
 def test_what_a_strategy_changes_is_told_apart(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    last = "models/test_z.py"
+    (checkout / "tests" / "tests_pytorch" / last).write_text(NOT_SHOWN)
+    processes: list[tuple[Sequence[str], str]] = []
+    found: dict[str, Any] = {}
+    run_files = suite.run_files
+
+    def run(checkout: Path, files: Sequence[str], strategy: str, **limits: Any) -> tuple[Any, bool]:
+        """One process for each strategy; a file that runs again alone would end as among the others."""
+        processes.append((files, strategy))
+        if strategy not in found:
+            found[strategy], ended = run_files(checkout, files, strategy, **limits)
+            assert ended
+        return {name: one for name, one in found[strategy].items() if name.partition("::")[0] in files}, True
+
+    monkeypatch.setattr(suite, "run_files", run)
     runs = suite.Runs(checkout, 100.0, checkout / "kept")
-    results = runs.group(suite.find_files(checkout, ["models"]), ["zero3"])
+    files = suite.find_files(checkout, ["models"])
+    results = runs.group(files, ["zero3"])
+    assert processes == [(files, "plain"), (files, "zero3"), ([FILE], "zero3"), ([FILE], "ddp")]
+    shown = results["plain"][f"{last}::test_a"]
+    assert shown.result == "failed"
+    assert "lost" in shown.message
     given = {f"{FILE}::TestOfAClass::test_given[{name}]" for name in ("a b", "c")}
     assert {name for name, outcome in results["plain"].items() if outcome.result == "passed"} == given | {
         f"{FILE}::test_default",
         f"{FILE}::test_ours",
+        f"{last}::test_b",
     }
     assert all(name.startswith(FILE) for name in results["ddp"]), "only files that differ run with it"
     compared = suite.compare(results, "zero3", ())
-    assert compared["passed_with_and_without"] == 2
-    assert compared["passed_without"] == 4
+    assert compared["passed_with_and_without"] == 3
+    assert compared["passed_without"] == 5
     assert compared["differs_under_ddp_too"] == [f"{FILE}::test_default"]
     assert list(compared["unexplained"]) == [f"{FILE}::test_ours"]
     assert "a class name" in compared["unexplained"][f"{FILE}::test_ours"]
@@ -70,20 +97,6 @@ def test_what_a_strategy_changes_is_told_apart(
     explained = suite.compare(results, "zero3", expected)
     assert explained["expected"] == {"it asserts one": [f"{FILE}::test_ours"]}
     assert not explained["unexplained"]
-
-
-@pytest.mark.slow
-def test_a_failure_that_pytest_cannot_show_is_one(checkout: Path) -> None:
-    """As after a RecursionError, whose sources Python 3.11 cannot parse again."""
-    text = "import ast\n\ndef test_a():\n    ast.parse = None\n    raise OSError('lost')\n\ndef test_b(): ...\n"
-    (checkout / "tests" / "tests_pytorch" / "models" / "test_shown.py").write_text(text)
-    found, ended = suite.run_files(checkout, ["models/test_shown.py"], "plain", 100.0)
-    assert ended
-    assert {name: outcome.result for name, outcome in found.items()} == {
-        "models/test_shown.py::test_a": "failed",
-        "models/test_shown.py::test_b": "passed",
-    }
-    assert "lost" in found["models/test_shown.py::test_a"].message
 
 
 def test_the_strategy_stands_in_for_the_default_alone() -> None:
