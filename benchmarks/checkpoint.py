@@ -40,7 +40,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -58,22 +58,32 @@ from benchmarks.environment import describe, free_port
 from lightning_zero import ZeroStrategy
 
 ROOT = Path(__file__).parents[1]
-RANKS, LAYERS, TOKENS = 2, 12, 8
+RANKS, TOKENS = 2, 8
 GOAL = 1.05  # the goal, without checksums: at most this factor times the time of the fastest peer
 TILE = 1 << 23  # bytes that `raw` reads and writes at a time
 PEERS = ("ddp", "fsdp2", "deepspeed")
 
 
-class Model(pl.LightningModule):
-    """Transformer layers with about this number of parameters in total, and 12 tensors per layer."""
+class Size(NamedTuple):
+    """The size of the model: about this number of parameters in total, in this number of layers."""
 
-    def __init__(self, parameters: float) -> None:
+    parameters: float
+    layers: int
+
+
+class Model(pl.LightningModule):
+    """Transformer layers, each with 12 tensors."""
+
+    def __init__(self, size: Size) -> None:
         super().__init__()
         torch.manual_seed(0)
-        width = 16 * round((parameters / LAYERS / 12) ** 0.5 / 16)
+        width = 16 * round((size.parameters / size.layers / 12) ** 0.5 / 16)
         self.width = width
         self.layers = nn.Sequential(
-            *(nn.TransformerEncoderLayer(width, 1, 4 * width, dropout=0.0, batch_first=True) for _ in range(LAYERS))
+            *(
+                nn.TransformerEncoderLayer(width, 1, 4 * width, dropout=0.0, batch_first=True)
+                for _ in range(size.layers)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +132,7 @@ class Contestant:
 class Lightning(Contestant):
     """A Trainer that has taken a step; it saves and restores by its own methods."""
 
-    def __init__(self, name: str, parameters: float, strategy: str | Strategy) -> None:
+    def __init__(self, name: str, size: Size, strategy: str | Strategy) -> None:
         self.name = name
         self.trainer = pl.Trainer(
             accelerator="cpu",
@@ -134,7 +144,7 @@ class Lightning(Contestant):
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        self.trainer.fit(Model(parameters))
+        self.trainer.fit(Model(size))
         for parameter in self.trainer.lightning_module.parameters():
             parameter.grad = None
 
@@ -200,8 +210,8 @@ class Ours(Lightning):
 class FSDP2(Contestant):
     name = "fsdp2"
 
-    def __init__(self, parameters: float) -> None:
-        self.model = Model(parameters)
+    def __init__(self, size: Size) -> None:
+        self.model = Model(size)
         for layer in self.model.layers:
             fully_shard(layer)
         fully_shard(self.model)
@@ -230,11 +240,11 @@ class FSDP2(Contestant):
 class DeepSpeed(Contestant):
     name = "deepspeed"
 
-    def __init__(self, parameters: float) -> None:
+    def __init__(self, size: Size) -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo", dist_init_required=False)
-        model = Model(parameters)
+        model = Model(size)
         self.engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=model.configure_optimizers(),
@@ -329,15 +339,15 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def field(parameters: float, strategies: Iterable[str]) -> Iterator[Contestant]:
+def field(size: Size, strategies: Iterable[str]) -> Iterator[Contestant]:
     """All contestants, each with its state."""
-    yield Raw(sum(p.numel() for p in Model(parameters).parameters()))
-    yield DDP("ddp", parameters, "ddp")
-    yield FSDP2(parameters)
+    yield Raw(sum(p.numel() for p in Model(size).parameters()))
+    yield DDP("ddp", size, "ddp")
+    yield FSDP2(size)
     if importlib.util.find_spec("deepspeed"):
-        yield DeepSpeed(parameters)
+        yield DeepSpeed(size)
     for name in strategies:
-        shared = Lightning(name, parameters, ZeroStrategy(stage=int(name[-1]), async_save=True))
+        shared = Lightning(name, size, ZeroStrategy(stage=int(name[-1]), async_save=True))
         for container in ("full", "sharded"):
             yield Ours(shared, container)
             yield Ours(shared, container, checksums=False)
@@ -394,7 +404,7 @@ def work(rank: int, port: int, options: argparse.Namespace, parent: Path) -> Non
     warnings.filterwarnings("ignore")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo")
-    contestants = list(field(options.parameters, options.strategies))
+    contestants = list(field(Size(options.parameters, options.layers), options.strategies))
     seconds: dict[str, dict[str, list[float]]] = {contestant.name: {} for contestant in contestants}
     order = random.Random(0)  # the same on all ranks
     for number in range(-1, options.rounds):  # the first one is for warm-up
@@ -453,6 +463,7 @@ def file_system(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=1e8, help="of the model, about")
+    parser.add_argument("--layers", type=int, default=12, help="of the model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--strategies", nargs="+", default=["zero2", "zero3"], help="of this package")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where checkpoints go; must be on a disk")
@@ -470,7 +481,7 @@ def main() -> None:
     found = summary(seconds)
     result = {
         "environment": environment,
-        "parameters": sum(p.numel() for p in Model(options.parameters).parameters()),
+        "parameters": sum(p.numel() for p in Model(Size(options.parameters, options.layers)).parameters()),
         "ranks": RANKS,
         "summary": found,
         "criterion": criterion(found),

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.benchmark import START, load
-from helpers.ranks import RankPool, server_environment
+from helpers.benchmark import load
+from helpers.ranks import RankPool
 
 FORMATS = [f"zero3 {container}, {kind}" for container in ("full", "sharded") for kind in ("checksums", "no checksums")]
 
 
+def work(*arguments: Any) -> None:
+    """What a process of the benchmark does, in a new rank."""
+    load("checkpoint").work(int(os.environ["RANK"]), *arguments)
+
+
 @pytest.mark.slow
-def test_a_small_run(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    options = f"--parameters 1e5 --rounds 1 --strategies zero3 --folder {tmp_path} --out {out}".split()
-    subprocess.run(
-        [sys.executable, "-c", START.format("checkpoint"), *options], cwd=tmp_path, env=server_environment(), check=True
-    )
+def test_a_small_run(new_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    benchmark, out = load("checkpoint"), tmp_path / "result.json"
+
+    def start_processes(function: Any, arguments: tuple[Any, ...], nprocs: int, start_method: str) -> None:
+        assert (function, start_method) == (benchmark.work, "spawn")
+        new_ranks(nprocs).run(work, *arguments)
+
+    monkeypatch.setattr(benchmark.mp, "start_processes", start_processes)
+    options = f"--parameters 1e4 --layers 1 --rounds 1 --strategies zero3 --folder {tmp_path} --out {out}".split()
+    monkeypatch.setattr(sys, "argv", ["benchmark", *options])
+    benchmark.main()
     result = json.loads(out.read_text())
     assert result["environment"]["file_system"]
     assert list(tmp_path.iterdir()) == [out]
