@@ -201,7 +201,7 @@ def check_benchmark(command: str) -> None:
     for option in arguments:
         assert not option.startswith("--") or f'"{option}"' in source, option
     tests = [path.read_text() for path in (ROOT / "tests" / "benchmarks").glob("test_*.py")]
-    called = f'("{module.removeprefix("benchmarks.")}"'  # by load, START.format or a fixture
+    called = f'("{module.removeprefix("benchmarks.")}"'  # by load or a fixture
     assert any(called in text for text in tests), module
 
 

@@ -18,8 +18,6 @@ from .pages import ROOT
 from .ranks import RankPool
 
 PACKAGE = "benchmarks"
-# For other processes. The repository comes last on their path, so that its sources do not hide the installed package.
-START = f"import sys; sys.path.append({str(ROOT)!r}); from {PACKAGE}.{{}} import main; main()"
 
 
 def load(name: str) -> Any:
