@@ -9,13 +9,11 @@ import importlib
 import io
 import json
 import math
-import os
 import random
 import re
-import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,6 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed import TCPStore
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
@@ -1094,25 +1091,14 @@ def launched(runs: Path, *command: str, overrides: tuple[str, ...] = ()) -> tupl
     return process.returncode, printed, errors
 
 
-def train_as_started(port: int, *overrides: str) -> None:
-    """The example's program in a new rank, as torchrun starts it; its agent keeps a store at a port."""
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GROUP_RANK": "0"}
-    os.chdir(Path(overrides[0].removeprefix("data.path=")).parent)
-    sys.path.insert(0, str(EXAMPLE))
-    sys.argv = [str(EXAMPLE / "train.py"), *SHORT, "trainer.devices=2", *overrides]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
 @pytest.mark.slow
-def test_launched_ranks_share_a_run_folder_and_rank_0_reports(
-    new_ranks: Callable[[int], RankPool], runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    new_ranks(2).run(train_as_started, store.port, f"data.path={runs}/text")
-    printed = capsys.readouterr().out
+@pytest.mark.launch
+def test_launched_ranks_share_a_run_folder_and_rank_0_reports(runs: Path) -> None:
+    """As the README's first command starts them."""
+    code, printed, errors = launched(runs, sys.executable)
+    assert code == 0, errors
     (folder,) = (runs / "outputs" / "gpt2").iterdir()
-    assert printed.splitlines().count(str(folder)) == 1
+    assert printed.rstrip().splitlines()[-1] == str(folder)
     assert printed.count("summary.json") == 1
     assert results(folder)[0]["world_size"] == 2
     assert {path.name for path in folder.iterdir()} == {
@@ -1131,5 +1117,4 @@ def test_every_launched_rank_ends_with_the_message(runs: Path) -> None:
     code, _, errors = launched(runs, sys.executable, overrides=("scheduler.warmup_steps=100",))
     assert code == 1
     assert "Traceback" not in errors
-    assert len(list((runs / "outputs" / "gpt2").iterdir())) == 1  # Lightning's launcher tells the ranks the folder
     assert "\nwarmup_steps=100 must be at least 0 and less than total_steps=4: shorten the warm-up" in errors
