@@ -79,9 +79,10 @@ def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> No
     assert digest("1", "a", "x") == digest("2", "b", "x") != digest("1", "a", "y")
 
 
-def work(*arguments: Any) -> None:
-    """What a process of the script does, in a new rank."""
-    load("identity").work(int(os.environ["RANK"]), *arguments)
+def work(arguments: bytes) -> None:
+    """What a process of the script does, in a new rank; its arguments are pickled objects of the script."""
+    script = load("identity")
+    script.work(int(os.environ["RANK"]), *pickle.loads(arguments))
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_the_script_compares_with_a_file(
 ) -> None:
     def start_processes(function: Any, arguments: tuple[Any, ...], nprocs: int, start_method: str) -> None:
         assert (function, start_method) == (identity.work, "spawn")
-        new_ranks(nprocs).run(work, *arguments)
+        new_ranks(nprocs).run(work, pickle.dumps(arguments))
 
     monkeypatch.setattr(identity.mp, "start_processes", start_processes)
     monkeypatch.setattr(os, "environ", dict(os.environ))
