@@ -183,10 +183,13 @@ def test_an_example_that_fails_is_no_obstacle(pool1: RankPool) -> None:
 class Told(CSVLogger):
     """Keeps what it is told, as MLflow does, which refuses to be told a hyperparameter again with another value."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.told: list[int] = []
+
     def log_hyperparams(self, params: Any = None) -> None:
-        vars(self).setdefault("told", []).extend(
-            params["zero_auto"]["device_bytes"] for _ in range("zero_auto" in params)
-        )
+        if "zero_auto" in params:
+            self.told.append(params["zero_auto"]["device_bytes"])
 
 
 def evaluate_and_fit(path: Path, **options: Any) -> tuple[list[Any], list[int]]:
