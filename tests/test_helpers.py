@@ -137,7 +137,7 @@ def hang_on_rank_1() -> None:
 @pytest.mark.slow
 def test_a_hang_is_recovered_from(pool2: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     pids = pool2.pids
-    with pytest.raises(RankError, match="rank 1: timeout: no answer within"):
+    with pytest.raises(RankError, match=r"rank 1: timeout: no answer within .* in hang_on_rank_1 \(test_helpers"):
         pool2.run_within(5, hang_on_rank_1)  # by then it hangs, on a busy machine too
     assert "in hang_on_rank_1" in capsys.readouterr().out
     assert pool2.run(dist.get_rank) == [0, 1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -158,8 +160,59 @@ def test_a_device_goes_on_while_its_host_waits_for_another_host(device_pool2: De
     assert device_pool2.run(goes_on_beside_its_host) == [8.0, 8.0]
 
 
+def collectives_of_two_groups() -> bool:
+    """Each rank enqueues them in another order, and looks whether they have ended."""
+    groups = [dist.new_group(backend=sim.BACKEND) for _ in range(2)]
+    x = torch.ones(2, 4, device=sim.DEVICE)
+    torch.accelerator.synchronize()
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    works = [dist.all_reduce(x[number], group=groups[number], async_op=True) for number in order]
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.02)
+    for work in works:
+        work.wait()
+    return bool(x.eq(2).all())
+
+
+@pytest.mark.device
+def test_collectives_of_two_groups_run_beside_each_other(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(collectives_of_two_groups) == [True, True]
+
+
+def goes_on_beside_threads_that_wait_for_python(fifo: Path) -> bool:
+    """Rank 1's host keeps Python's lock until rank 0 has its result; threads that want the lock look every 5 ms."""
+    x, ended = torch.ones(4, device=sim.DEVICE), threading.Event()
+    pipe = os.open(fifo, os.O_RDWR)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x)
+        right = bool(x.eq(2).all())
+        os.write(pipe, b"!")
+        return right
+
+    def use_the_device(number: int) -> None:
+        torch.ones(1, device=sim.DEVICE)
+        while not ended.wait(1e-4 * number):  # not all at once
+            pass
+
+    threads = [threading.Thread(target=use_the_device, args=(number,)) for number in range(1, 17)]
+    for thread in threads:
+        thread.start()
+    dist.all_reduce(x)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    return bool(x.eq(2).all())
+
+
+@pytest.mark.device
+def test_a_device_goes_on_while_threads_wait_for_python(device_pool2: DevicePool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert device_pool2.run(goes_on_beside_threads_that_wait_for_python, tmp_path / "fifo") == [True, True]
+
+
 def goes_on_beside_a_busy_thread() -> float:
-    """The same, where a thread that wakes up all the time has the number of one that used the device and has ended."""
+    """The same, where a thread that never sleeps has the number of one that used the device and has ended."""
     if dist.get_rank() == 0:
         return goes_on_beside_its_host()
     used = threading.Thread(target=torch.ones, args=(1,), kwargs={"device": sim.DEVICE})
@@ -169,7 +222,7 @@ def goes_on_beside_a_busy_thread() -> float:
     while True:
         LAST_NUMBER.write_text(str(used.native_id - 1))
         ended = threading.Event()
-        busy = threading.Thread(target=wake_up_until, args=(ended,))
+        busy = threading.Thread(target=work_until, args=(ended,))
         busy.start()
         try:
             if busy.native_id == used.native_id:  # no other process was faster
@@ -179,8 +232,8 @@ def goes_on_beside_a_busy_thread() -> float:
             busy.join()
 
 
-def wake_up_until(ended: threading.Event) -> None:
-    while not ended.wait(5e-4):
+def work_until(ended: threading.Event) -> None:
+    while not ended.is_set():
         pass
 
 

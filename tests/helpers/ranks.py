@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -278,11 +279,19 @@ class RankPool:
         while not all(map(self._has_printed_stacks, hung)) and time.monotonic() < deadline:
             time.sleep(GLANCE)
         message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's error; stacks are printed"
-        return {rank: Failure("timeout", message, answered=False) for rank in hung}
+        return {rank: Failure("timeout", f"{message}; {self._innermost(rank)}", answered=False) for rank in hung}
 
     def _has_printed_stacks(self, rank: int) -> bool:
-        """Whether the stack of the first thread, which is printed last, is complete."""
-        return b"in <module>\n" in self._output(rank).rpartition(b"(most recent call first):\n")[2]
+        return b"in <module>\n" in self._last_stack(rank)
+
+    def _last_stack(self, rank: int) -> bytes:
+        """That of the first thread, which is printed last."""
+        return self._output(rank).rpartition(b"(most recent call first):\n")[2]
+
+    def _innermost(self, rank: int) -> str:
+        """Where the first thread was: a summary that leaves output out shows the error."""
+        frames = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\S+)', self._last_stack(rank).decode(errors="replace"))
+        return "it was in " + ", called by ".join(f"{function} ({file}:{line})" for file, line, function in frames[:8])
 
     def _output(self, rank: int) -> bytes:
         """The output of a rank that has not been printed here yet."""

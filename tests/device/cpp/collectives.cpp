@@ -9,9 +9,11 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <set>
 #include <thread>
 
 #include "device.h"
@@ -25,13 +27,14 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A device runs whether its host waits or not. Here tasks run when the host calls, and another rank's host
 // may be waiting, in a collective, for one that this rank has enqueued: it runs here once the host sleeps,
-// for it may be waiting for that other rank.
+// for it may be waiting for that other rank. Each group's collectives have a thread of their own: ranks may
+// come to those of two groups in another order.
 class Progress {
  public:
   void expect(const SignalPtr& signal) {
     std::lock_guard<std::mutex> lock(mutex_);
     expected_.push_back(signal);
-    if (!started_) std::thread([this] { run(); }).detach();
+    if (!started_) std::thread([this] { look(); }).detach();
     started_ = true;
     changed_.notify_one();
   }
@@ -39,33 +42,58 @@ class Progress {
  private:
   static constexpr auto kLook = std::chrono::milliseconds(1);
   static constexpr int kLooks = 4;  // at which it sleeps, one after the other
+  // Asleep are also threads that run for less than this part of the time: one that waits for Python's lock,
+  // which the host may keep while it waits, wakes up every 5 ms.
+  static constexpr double kAwake = 0.1;
 
-  void run() {
+  void look() {
+    using Clock = std::chrono::steady_clock;
     scheduler().not_a_host();
     HostThreads::Seen before;
+    Clock::time_point then;
     for (int asleep = 0;;) {
-      const auto late = next();
+      wait_for_one();
       std::this_thread::sleep_for(kLook);
-      auto now = scheduler().hosts.look();
-      asleep = now.asleep && now.nanoseconds == before.nanoseconds ? asleep + 1 : 0;
-      before = std::move(now);
-      if (asleep >= kLooks) scheduler().progress(late);
+      const auto seen = scheduler().hosts.look();
+      const auto now = Clock::now();
+      const std::chrono::nanoseconds passed = now - then;
+      const bool awake = double(seen.nanoseconds - before.nanoseconds) >= kAwake * double(passed.count());
+      asleep = seen.asleep && !awake ? asleep + 1 : 0;
+      before = seen;
+      then = now;
+      if (asleep >= kLooks) run_first_ones();
     }
   }
 
-  // The first that has not run; waits for one.
-  SignalPtr next() {
+  // Returns once there is a collective that has not run, on a stream that no thread is at.
+  void wait_for_one() {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      while (!expected_.empty() && expected_.front()->done) expected_.pop_front();
-      if (!expected_.empty()) return expected_.front();
-      changed_.wait(lock);
+    changed_.wait(lock, [this] {
+      std::erase_if(expected_, [](const SignalPtr& signal) { return signal->done.load(); });
+      return std::any_of(expected_.begin(), expected_.end(),
+                         [this](const SignalPtr& signal) { return !running_.contains(signal->stream); });
+    });
+  }
+
+  // The first of each stream, unless a thread is at it.
+  void run_first_ones() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& signal : expected_) {
+      if (signal->done || !running_.insert(signal->stream).second) continue;
+      std::thread([this, signal] {
+        scheduler().not_a_host();
+        scheduler().progress(signal);
+        std::lock_guard<std::mutex> lock(mutex_);
+        running_.erase(signal->stream);
+        changed_.notify_one();
+      }).detach();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<SignalPtr> expected_;
+  std::set<int> running_;  // streams
   bool started_ = false;
 };
 
