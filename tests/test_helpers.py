@@ -260,9 +260,9 @@ def import_path() -> list[str]:
     return sys.path
 
 
-def test_ranks_import_from_where_the_tests_do(pool1: RankPool) -> None:
+def test_ranks_import_from_where_the_tests_do(new_ranks: Callable[[int], RankPool]) -> None:
     """Whatever other tests had on their path when the first of them started the ranks."""
-    assert pool1.run(import_path) == [list(IMPORT_PATH)]
+    assert new_ranks(1).run(import_path) == [list(IMPORT_PATH)]
     assert str(Path(__file__).parent) in IMPORT_PATH
 
 
