@@ -187,6 +187,7 @@ def goes_on_beside_threads_that_wait_for_python(fifo: Path) -> bool:
         dist.all_reduce(x)
         right = bool(x.eq(2).all())
         os.write(pipe, b"!")
+        os.close(pipe)
         return right
 
     def use_the_device(number: int) -> None:
@@ -199,6 +200,7 @@ def goes_on_beside_threads_that_wait_for_python(fifo: Path) -> bool:
         thread.start()
     dist.all_reduce(x)
     ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    os.close(pipe)
     ended.set()
     for thread in threads:
         thread.join()

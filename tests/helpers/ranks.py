@@ -278,7 +278,7 @@ class RankPool:
         deadline = time.monotonic() + PRINTING
         while not all(map(self._has_printed_stacks, hung)) and time.monotonic() < deadline:
             time.sleep(GLANCE)
-        message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's error; stacks are printed"
+        message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's error"
         return {rank: Failure("timeout", f"{message}; {self._innermost(rank)}", answered=False) for rank in hung}
 
     def _has_printed_stacks(self, rank: int) -> bool:
@@ -291,7 +291,8 @@ class RankPool:
     def _innermost(self, rank: int) -> str:
         """Where the first thread was: a summary that leaves output out shows the error."""
         frames = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\S+)', self._last_stack(rank).decode(errors="replace"))
-        return "it was in " + ", called by ".join(f"{function} ({file}:{line})" for file, line, function in frames[:8])
+        calls = [f"{function} ({file}:{line})" for file, line, function in frames[:8]]
+        return f"it was in {', called by '.join(calls)}" if calls else "it has printed no stack"
 
     def _output(self, rank: int) -> bytes:
         """The output of a rank that has not been printed here yet."""
