@@ -206,6 +206,7 @@ class ShardedValues(SharedValues):
             shadow = self.engine.shadows[key.shadow]
             return _Held(lambda start, stop: shadow.shards[key.bucket][start:stop], shadow.memory_of(bucket))
         if key.optimizer is None:
+            bucket.await_master()
             return _Held(bucket.master.read, bucket.master.memory)
         updater = self.engine.updaters[key.optimizer]
         return _Held(partial(updater.read_flat, bucket, key.state, key.dtype), updater.state_of(bucket).memory)

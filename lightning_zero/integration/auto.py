@@ -101,11 +101,11 @@ class ZeroAutoStrategy(ZeroStrategy):
 
     It chooses when a run is set up, since only then the module and its optimizers are known. It chooses the stage,
     where optimizer state and parameters rest (on the device, in host memory, or on a disk if ``nvme_path`` or the
-    environment variable names one), and those of the options below that are not given. The ranks exchange their
-    available memory, so that all make the same choice; it depends only on model, optimizer and machine. After that the
-    run equals one with the chosen strategy, bit for bit. One log line says what was chosen and why, and loggers get
-    the choice for a fit as the hyperparameters ``zero_auto``. Later runs with the same module keep the choice; only the
-    first fit after an evaluation chooses again.
+    environment variable names one on every rank, and not with ``update_in_backward``), and those of the options below
+    that are not given. The ranks exchange their available memory, so that all make the same choice; it depends only on
+    model, optimizer and machine. After that the run equals one with the chosen strategy, bit for bit. One log line says
+    what was chosen and why, and loggers get the choice for a fit as the hyperparameters ``zero_auto``. Later runs with
+    the same module keep the choice; only the first fit after an evaluation chooses again.
 
     Before the choice the strategy is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make
     are sharded in host memory as they are made, and move to the chosen place later. The micro-batch is not changed.
@@ -228,22 +228,23 @@ class ZeroAutoStrategy(ZeroStrategy):
         """Returns the fastest way that fits, the same on all ranks. Collective."""
         assert self._mesh is not None
         world, path = self._mesh.world, self.options.disk_path
+        free = None if path is None else _free(path) // self.num_processes
+        mine = self._claims(memory), free, self._machine()
+        everyone = world.all_gather_object(mine, "tell what memory there is")
+        machine = everyone[0][2]
+        disks = [disk for _, disk, _ in everyone if disk is not None]
+        disk = len(disks) == len(everyone) and not self.options.update_in_backward  # which needs state in memory
         fixed, parts = self.auto_options.fixed, not device_type(self.root_device).shares_host_memory
         offered = [
             way
-            for way in fine_ways(
-                self.num_processes, self.num_nodes, path is not None, parts, memory.micro_batches > 1, fixed
-            )
+            for way in fine_ways(self.num_processes, self.num_nodes, disk, parts, memory.micro_batches > 1, fixed)
             if not (compiled and way.options["stage"] == 3)
         ]
         candidates = [self._candidate(way, memory) for way in offered]
-        mine = self._claims(memory), _free(path) // self.num_processes, self._machine()
-        everyone = world.all_gather_object(mine, "tell what memory there is")
-        machine = everyone[0][2]
         room = Room(
             [claim for claims, *_ in everyone for claim in claims],
             self.root_device,
-            min(disk for _, disk, _ in everyone),
+            min(disks, default=0),
             int(self.auto_options.reserve_gb * _GIB),
         )
         wide = memory.setting.precision.param_dtype not in (torch.bfloat16, torch.float16)
@@ -337,10 +338,8 @@ class ZeroAutoStrategy(ZeroStrategy):
             )
 
 
-def _free(path: str | None) -> int:
-    """Free bytes of the disk; 0 if there is no path."""
-    if path is None:
-        return 0
+def _free(path: str) -> int:
+    """Free bytes of the disk."""
     folder = Path(path).absolute()
     while not folder.exists():  # the run will make it
         folder = folder.parent

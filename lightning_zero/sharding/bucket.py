@@ -408,6 +408,12 @@ class Bucket:
         self.moving = self.reading = DONE
         self.shard.drop(0, self.shard.numel)
 
+    def await_master(self) -> None:
+        """Let the host wait until it can read the master."""
+        self.await_update()
+        if self.master.tile is not None:
+            self.placement.await_host(self.reading)  # tiles have one reader at a time
+
     def publish(self, start: int, stop: int) -> None:
         """Update elements ``[start, stop)`` of the parameter shard from the master, after the master was changed."""
         self.placement.await_host(self.master.write(start, stop))
@@ -450,9 +456,7 @@ class Bucket:
 
     def gather_master(self) -> Tensor:
         """All-gather the full-precision values as :meth:`gather_read` does, in the master's dtype. Collective."""
-        self.await_update()
-        if self.master.tile is not None:
-            self.placement.await_host(self.reading)  # tiles have one reader at a time
+        self.await_master()
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 
 

@@ -257,7 +257,7 @@ class Group:
         """Gather every rank's ``value``, in rank order. Values must be small and picklable."""
         if self.size == 1:
             return [value]
-        self._come()
+        self.issue_preceding()
         values: list[Any] = [None] * self.size
         with self.calling_backend(what):
             dist.all_gather_object(values, value, group=self.process_group)
@@ -267,7 +267,7 @@ class Group:
         """Return rank 0's ``value``, which must be picklable. The values of other ranks are ignored."""
         if self.size == 1:
             return value
-        self._come()
+        self.issue_preceding()
         values = [value]
         with self.calling_backend(what):
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
@@ -352,7 +352,7 @@ class Group:
         """Note an action without communication, so that the next collective checks that all ranks have done it."""
         self._noted = what
 
-    def _come(self) -> None:
+    def issue_preceding(self) -> None:
         """Issue what must precede a collective of the thread that trains, or wait until a lane has issued it."""
         if in_lane():  # a lane keeps its own order
             return
@@ -363,7 +363,7 @@ class Group:
 
     def _announce(self, what: str, device: torch.device) -> None:
         """Note a collective that is about to be issued, and check whether all ranks are about to issue the same."""
-        self._come()
+        self.issue_preceding()
         if self._noted:
             what, self._noted = f"{what}, after {self._noted}", ""
         self.digest = zlib.crc32(what.encode(), self.digest)

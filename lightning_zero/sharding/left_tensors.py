@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_zero.torch_private import registered_modules
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, tuple, dict)
+_DEPTH = 3  # of containers in containers, some of which may hold themselves
 
 
 class LeftTensors:
-    """Iterates over the tensors in attributes of a module and of its submodules, alone or in a list or tuple.
+    """Iterates over the tensors in attributes of a module and of its submodules.
+
+    A tensor is found alone and in lists, tuples and dictionaries, also if these lie in one another.
 
     Modules of user classes are searched in every iteration, since any forward may assign attributes. A module of
     ``torch.nn`` that has only the attributes of its class, and no tensor among them, is searched again only after it
@@ -49,13 +54,19 @@ class LeftTensors:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for value in vars(module).values():
+    for name, value in vars(module).items():
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, list | tuple):
-            for element in value:
-                if isinstance(element, Tensor):
-                    yield element
+        elif isinstance(value, _CONTAINERS) and name not in _OF_EVERY_MODULE:
+            yield from _tensors_in(value, _DEPTH)
+
+
+def _tensors_in(container: Any, depth: int) -> Iterator[Tensor]:
+    for element in container.values() if isinstance(container, dict) else container:
+        if isinstance(element, Tensor):
+            yield element
+        elif depth > 1 and isinstance(element, _CONTAINERS):
+            yield from _tensors_in(element, depth - 1)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -69,6 +69,15 @@ class Mesh:
         for group in (self.world, self.shard, self.replica):
             group.before = act
 
+    def issue_preceding(self) -> None:
+        """Issue what must precede a collective on all ranks, or wait until a lane has issued it. Collective.
+
+        The mesh's groups do so themselves. Call it before a collective of code that does not use them, and before the
+        digests are read.
+        """
+        for group in (self.world, self.shard, self.replica):
+            group.issue_preceding()
+
     def submit(
         self, executor: Executor, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()
     ) -> Ticket:
@@ -109,8 +118,11 @@ class Mesh:
     def digests(self) -> Tensor:
         """This rank's digests of its shard and replica groups, and zeros for other ranks: [2 * world size] float64.
 
+        A collective that a lane is still to issue on some ranks, and has issued on others, is issued first.
+
         The sum over the world is the argument of :meth:`check_digests`.
         """
+        self.issue_preceding()
         values = torch.zeros(self.world.size, 2, dtype=torch.float64, device="cpu")
         own = [self.shard.digest, self.replica.digest]
         values[self.world.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")

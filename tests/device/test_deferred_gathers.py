@@ -255,6 +255,36 @@ def test_hooks_and_training_steps_see_what_they_see_without_overlap(
                 assert where == "deferred" or values == pytest.approx(wanted, rel=1e-12)
 
 
+class ReadsAlone(Lit):
+    """One rank reads a parameter in each step, before a collective of Lightning's that comes before the units run."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        value = next(reversed([*self.parameters()])).sum().item() if self.global_rank == index % 2 else 0.0
+        assert self.trainer.strategy.engine.buckets[0].deferred == (index > 0 and not value)  # type: ignore[attr-defined]
+        if index == 1:
+            self.log("value", value, sync_dist=True)
+        elif index == 2:
+            self.all_gather(value)
+        elif index == 3:
+            self.trainer.strategy.barrier()
+        else:
+            self.trainer.strategy.broadcast(index)
+        return models.next_token_loss(self.model, batch)
+
+
+def fit_reading_alone() -> dict[str, Tensor]:
+    strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
+    return fit(strategy, Recipe(steps=5, optimizer="momentum"), ReadsAlone, accelerator=sim.DEVICE).weights
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_a_read_of_one_rank_before_a_collective_of_lightning_ends(device_pool2: DevicePool) -> None:
+    """The other rank issues the gathers that the reader waits for before it waits for the reader."""
+    first, second = device_pool2.run(fit_reading_alone)
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
 def fit_after_a_search(folder: str) -> None:
     strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
     search = LearningRateFinder(num_training_steps=2, update_attr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from device.where import DevicePool
 from helpers import models
 from strategy.fits import Recipe, fit
 
+from lightning_zero.checkpoint.state import module_state_dict
 from lightning_zero.engine.shadow import follow
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import BucketPlacement
@@ -119,8 +121,9 @@ def test_parameters_are_fetched_when_nobody_else_reads_them(
 
 
 @pytest.mark.device("lazy")
+@pytest.mark.parametrize("saved", [False, True])
 def test_masters_are_gathered_when_nobody_else_reads_them(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     executor, seen = Held(device), list[bool]()
     session = start(Case(2, precision=BF16, disk=tmp_path), executor, device)
@@ -136,7 +139,10 @@ def test_masters_are_gathered_when_nobody_else_reads_them(
 
     monkeypatch.setattr(bucket.master, "read", noted)
     threading.Timer(0.3, executor.gate.set).start()
-    bucket.gather_master()
+    if saved:
+        copy.deepcopy(module_state_dict(session.engine))
+    else:
+        bucket.gather_master()
     assert seen
     assert all(seen)
 

@@ -134,6 +134,7 @@ def ask_in_turn() -> list[tuple[str, list[str]]]:
         "objects": lambda group: group.all_gather_object(1, "objects"),
         "an object": lambda group: group.broadcast_object(1, "an object"),
         "tensors": lambda group: group.all_reduce_(torch.ones(2, device=device), "tensors"),
+        "the digests": lambda group: mesh.digests(),
     }
     for name, ask in asks.items():
         for group in groups:
@@ -154,7 +155,7 @@ def ask_in_turn() -> list[tuple[str, list[str]]]:
 @pytest.mark.device("lazy")
 def test_whatever_a_group_is_asked_for_comes_after_what_a_lane_asks_of_any(device_pool2: DevicePool) -> None:
     for found in device_pool2.run(ask_in_turn):
-        assert len(found) == 9
+        assert len(found) == 12
         assert all(order == ["lane", "training"] for _, order in found), found
 
 

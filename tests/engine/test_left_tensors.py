@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.sharding.left_tensors import LeftTensors
 
@@ -18,6 +20,7 @@ class Gate(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.losses: list[Tensor] = []
+        self.named: dict[str, Any] = {}
         self.loss: Tensor | None = None
 
 
@@ -29,10 +32,9 @@ class Block(nn.Sequential):
 def all_of(module: nn.Module) -> Iterator[Tensor]:
     """By a walk over everything."""
     for child in module.modules():
-        for value in vars(child).values():
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor):
-                    yield tensor
+        for name, value in vars(child).items():
+            if name not in vars(nn.Module()):
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def check(left: LeftTensors, module: nn.Module, expected: int) -> None:
@@ -53,6 +55,9 @@ def test_what_a_users_module_assigns_in_some_forwards() -> None:
     gate.losses.append(torch.ones(()))
     gate.later = (torch.ones(()), 3)
     check(left, block, 3)
+    gate.named.update(z=torch.ones(()), each=[torch.ones(()), {"last": torch.ones(())}])
+    check(left, block, 6)
+    gate.named.clear()
     gate.losses.clear()
     del gate.later
     gate.loss = torch.zeros(())

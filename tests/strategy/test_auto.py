@@ -257,6 +257,24 @@ def test_what_it_does_not_take_is_an_error(options: dict[str, Any], error: type[
         ZeroAutoStrategy(**options)
 
 
+@ranks(2)
+def test_a_disk_is_not_chosen_where_state_must_be_in_memory_or_a_rank_knows_no_disk(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """These would be two errors, of the options and of ranks that consider different ways, not two fits."""
+    root, known = write_machine(tmp_path, 4096 * MIB, None), {"nvme_path": str(tmp_path)}
+    in_memory = {"update_in_backward": True, "skip_nonfinite": False}
+    considered = []
+    for options in ([known | in_memory], [in_memory], [known, {}], [{}], [known]):
+        (chosen, *_), (other, steps, said) = pool.run(fit_with, root, *options)
+        assert chosen == other
+        assert steps == 1
+        considered.append(said.partition(" considered")[0].rpartition(" ")[2])
+    assert considered[0] == considered[1]
+    assert considered[2] == considered[3]
+    assert int(considered[4]) > int(considered[3])
+
+
 def test_the_place_of_gradients_holds_where_a_disk_is_chosen(tmp_path: Path) -> None:
     strategy = ZeroAutoStrategy(nvme_path=str(tmp_path), offload_gradients="nvme")
     assert strategy._options_of(Way("zero2_nvme", {})).offload_gradients == "nvme"

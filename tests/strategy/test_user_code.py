@@ -344,7 +344,7 @@ class Auxiliary(nn.Module):
         y = x + torch.tanh(self.body(x))
         losses = [self.router(torch.tanh(x)).square().mean(), (torch.tanh(x) * self.scale).square().mean()]
         if self.on_child:
-            self.body.losses = losses
+            self.body.losses = {"router": [losses[0]], "scale": losses[1]}
         else:
             self.loss = losses[0] + losses[1]
         return y
@@ -358,7 +358,8 @@ class AuxiliaryLit(InPlaceLit):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         first, second, third = self.model.blocks
-        return loss + first.loss + sum(second.body.losses) + third.loss
+        left = second.body.losses
+        return loss + first.loss + left["router"][0] + left["scale"] + third.loss
 
 
 @ranks(2)
