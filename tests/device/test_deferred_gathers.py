@@ -258,8 +258,12 @@ def test_hooks_and_training_steps_see_what_they_see_without_overlap(
 class ReadsAlone(Lit):
     """One rank reads a parameter in each step, before a collective of Lightning's that comes before the units run."""
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model = models.TinyTransformer(depth=DEPTH)
+
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        weight = self.model.blocks[1].up.weight
+        weight = self.model.blocks[-1].up.weight
         bucket = self.trainer.strategy.engine.bucket_of(weight)  # type: ignore[attr-defined]
         assert bucket.deferred == (index > 0)
         value = weight.sum().item() if self.global_rank == index % 2 else 0.0

@@ -353,13 +353,14 @@ class Auxiliary(nn.Module):
 class AuxiliaryLit(InPlaceLit):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.model.blocks = nn.ModuleList(Auxiliary(on_child=i % 2 == 1) for i in range(3))
+        self.model.blocks = nn.ModuleList(Auxiliary(on_child=i % 2 == 0) for i in range(3))
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         first, second, third = self.model.blocks
-        left = second.body.losses
-        return loss + first.loss + left["router"][0] + left["scale"] + third.loss
+        return loss + second.loss + sum(
+            block.body.losses["router"][0] + block.body.losses["scale"] for block in (first, third)
+        )
 
 
 @ranks(2)
