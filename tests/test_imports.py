@@ -51,6 +51,7 @@ INSIDE = {
         ("fabric", "strategy"),
         ("failures",),
         ("checkpointing", "launchers", "steps"),
+        ("collectives",),
         ("base", "choices"),
         ("engines",),
         ("deepspeed", "remedies", "saves"),

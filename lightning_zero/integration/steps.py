@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,20 +20,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.integration import engines, patches, private, readers
-from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.collectives import CollectiveStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.integration.uneven import EvenPasses
 from lightning_zero.sharding import Subject
 from lightning_zero.storage import Phase
 
-T = TypeVar("T")
 _AFTER_BACKWARD = "on_after_backward"
 
 
-class SteppingStrategy(EngineStrategy):
+class SteppingStrategy(CollectiveStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: runs each step through the engine."""
 
-    _in_training_step = False
     # Acts before hooks that read parameters after some steps. `None`: hooks may read any after every step.
     _before: readers.Before | None = None
     _passes: EvenPasses | None = None  # of the running evaluation, if its forwards gather
@@ -56,33 +54,6 @@ class SteppingStrategy(EngineStrategy):
         finally:
             self._in_training_step = False
         return self._no_gradients() if output is None and self._may_lack_a_loss() else output
-
-    # In a training step one rank may read a parameter and so issue gathers that were deferred, and a lane may issue the
-    # next unit's. Both must precede Lightning's collectives on all ranks: these block and use another process group.
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._issue_preceding()
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        self._issue_preceding()
-        return super().broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        self._issue_preceding()
-        return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._issue_preceding()
-        return super().all_gather(tensor, *args, **kwargs)
-
-    def _issue_preceding(self) -> None:
-        if self._in_training_step:
-            self.engine.placement.mesh.issue_preceding()
 
     def _note_last_batch(self) -> None:
         """Note where this rank's loader ended, for the error of ranks that may later wait for it in vain."""

@@ -358,9 +358,8 @@ class AuxiliaryLit(InPlaceLit):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         first, second, third = self.model.blocks
-        return loss + second.loss + sum(
-            block.body.losses["router"][0] + block.body.losses["scale"] for block in (first, third)
-        )
+        left = [block.body.losses for block in (first, third)]
+        return loss + second.loss + sum(losses["router"][0] + losses["scale"] for losses in left)
 
 
 @ranks(2)
