@@ -19,8 +19,6 @@ class CollectiveStrategy(EngineStrategy):
     next unit's. Both must precede Lightning's collectives on all ranks: these block, and use another process group.
     """
 
-    _in_training_step = False
-
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._issue_preceding()

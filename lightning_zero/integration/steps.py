@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.integration import engines, patches, private, readers
-from lightning_zero.integration.collectives import CollectiveStrategy
+from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.integration.uneven import EvenPasses
 from lightning_zero.sharding import Subject
@@ -29,7 +29,7 @@ from lightning_zero.storage import Phase
 _AFTER_BACKWARD = "on_after_backward"
 
 
-class SteppingStrategy(CollectiveStrategy):
+class SteppingStrategy(EngineStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: runs each step through the engine."""
 
     # Acts before hooks that read parameters after some steps. `None`: hooks may read any after every step.

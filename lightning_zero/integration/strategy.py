@@ -28,6 +28,7 @@ from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import engines_of
 from lightning_zero.integration import engines, in_backward, patches, preflight, private, saves
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
+from lightning_zero.integration.collectives import CollectiveStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.failures import Failure, noting
 from lightning_zero.integration.launchers import make_launcher
@@ -52,7 +53,7 @@ from lightning_zero.sharding import CollectiveError, Group, Mesh, ShardingPolicy
 from lightning_zero.storage import InlineExecutor, make_executor
 
 
-class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
+class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, CheckpointingStrategy):
     """Trains with parameters, gradients and optimizer state sharded over ranks.
 
     ============  ======================  ===================  ===============
