@@ -5,8 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Callable
 
 import pytest
+
+from lightning_zero.sharding import gloo_exit
+from lightning_zero.storage import Lane, ThreadExecutor, threads
 
 # A collective completes while the main thread keeps Python's lock to its end, as if the thread of gloo had been late.
 LATE = """
@@ -36,6 +42,21 @@ def end_of(program: str) -> subprocess.CompletedProcess[str]:
 def test_a_process_whose_collective_has_just_ended_ends_without_an_abort() -> None:
     ended = end_of(LATE.format("import lightning_zero.sharding"))
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("end", [threads.drain_lanes, gloo_exit.wait_for_gloo])
+def test_jobs_of_lanes_end_before_the_process(end: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before anybody looks for threads of gloo, which jobs use."""
+    monkeypatch.setattr(threads, "_started", weakref.WeakSet())  # without the lanes of other tests
+    executor, ended = ThreadExecutor(), list[bool]()
+
+    def job() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    executor.submit(job, Lane.WRITE, "a tile")
+    end()
+    assert ended == [True]
 
 
 @LINUX_BEFORE_3_14

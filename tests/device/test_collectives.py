@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from device import sim
 from device.test_overlap import Case, start
-from device.where import DevicePool
+from device.where import DevicePool, device_of_rank
 from engine import driver
 from helpers import models
 from helpers.ranks import RankError
@@ -280,6 +280,26 @@ def collects_garbage_that_waits() -> int:
 @pytest.mark.device
 def test_a_collective_may_run_while_garbage_is_collected(device_pool2: DevicePool) -> None:
     assert device_pool2.run(collects_garbage_that_waits) == [5, 5]
+
+
+def collectives_of_a_group() -> list[list[float]]:
+    """Each is read before anything else waits; ranks compare what they ask for before it."""
+    device, mesh = device_of_rank(sim.DEVICE), Mesh.create()
+    group, flat = mesh.world, torch.full((4,), dist.get_rank() + 1.0)
+    mesh.check(True)
+    gathered = flat.to(device)
+    group.all_gather_(gathered, "gather")
+    found = [gathered.tolist()]
+    found.append(group.reduce_scatter(flat.to(device), "reduce").tolist())
+    found.append(group.all_reduce_(flat.to(device), "sum").tolist())
+    found.append(group.broadcast_(flat.to(device), "show", src=1).tolist())
+    return found
+
+
+@pytest.mark.device
+def test_who_asks_a_group_can_read_the_result(device_pool2: DevicePool) -> None:
+    expected = [[1.0, 1.0, 2.0, 2.0], [3.0, 3.0], [3.0] * 4, [2.0] * 4]
+    assert device_pool2.run(collectives_of_a_group) == [expected] * 2
 
 
 def misses_a_rank() -> str:

@@ -29,6 +29,7 @@ from lightning_zero.callbacks import Breakdown
 from lightning_zero.sharding import BucketState, Mesh
 from lightning_zero.sharding.pending import PendingParameter
 from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
+from lightning_zero.update import make_updater
 
 STEPS, DEPTH = 3, 4
 
@@ -86,6 +87,44 @@ def test_ranks_that_enter_units_in_other_orders_train_as_inline(device_pool2: De
 
 def inline(device: torch.device) -> InlineExecutor:
     return InlineExecutor()
+
+
+def steps_between_units(make: Callable[[torch.device], Executor]) -> list[Tensor]:
+    """A second optimizer steps after another number of units on each rank, and has a part of a later one."""
+    session, device = begin(make, Case(2))
+    engine, model, own = session.engine, session.model, session.model.blocks[3].down.weight
+    parts = [parameter for parameter in model.parameters() if parameter is not own], [own]
+    first, second = (torch.optim.AdamW(part, lr=1e-2) for part in parts)
+    engine.attach([make_updater(optimizer, engine) for optimizer in (first, second)])
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    with engine.forward_context():
+        loss = forward(model, batch.to(device), [0, 1, 2, 3])
+    driver.backward(engine, loss, last=True)
+    first.step()
+    engine.end_step(reads=False)
+    with engine.forward_context():
+        x = model.tokens(batch.to(device))
+        for block in model.blocks[: 3 - 2 * dist.get_rank()]:
+            x = block(x)
+        second.step()
+        assert not any(bucket.deferred for bucket in engine.buckets)
+        first.step()
+        engine.end_step(reads=False)
+        engine.buckets[-2].unshard()  # and begin to gather the last one
+        engine.end_step()
+        assert not any(bucket.deferred for bucket in engine.buckets)
+    engine.settle()
+    return left_by(session)
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_a_step_begins_when_all_ranks_have_gathered_what_is_left_of_another(device_pool2: DevicePool) -> None:
+    """Or a rank would gather for itself what others change before they gather it."""
+    expected = device_pool2.run(steps_between_units, inline)
+    for make in (Late, StreamExecutor):
+        for actual, wanted in zip(device_pool2.run(steps_between_units, make), expected, strict=True):
+            assert all(map(torch.equal, actual, wanted))
 
 
 def waits_for_no_later_update(stage: int) -> list[bool]:

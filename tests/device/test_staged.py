@@ -83,6 +83,11 @@ def test_a_tensor_of_the_device_is_worked_on_a_tile_at_a_time(device: torch.devi
     tile = tensor.view(0, 256)
     tensor.commit(0, 256, after=[executor.commit(tile, torch.full_like(values[:256], 41), "a")])
     assert values[:256].cpu().eq(41).all()
+    tensor.view(0, 256).fill_(42)
+    tensor.commit(0, 256)
+    tensor.settle()
+    with torch.Stream(device=device):  # which waits for nobody
+        assert values[:256].cpu().eq(42).all()
     assert executor.staged_bytes <= SMALL + 512
     assert not executor.blocked
 

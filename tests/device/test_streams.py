@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from device import sim
+from storage.test_executor import Deferred
 from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
+from lightning_zero.sharding.masters import StoreHome
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.storage.staging import staged_size
@@ -201,6 +203,17 @@ def test_a_copy_follows_what_it_comes_after_in_one_memory_and_between_two(device
     came = executor.fetch(there, host(device, 9), "a")
     placement.accumulate(target, there, "device", "a", after=[came])
     assert target.cpu().eq(17).all()
+
+
+@pytest.mark.device("lazy")
+def test_who_asks_for_a_copy_on_the_host_gets_it_when_it_has_come(device: torch.device) -> None:
+    """By any executor, not only by streams, which copy to memory that is not pinned while the host waits."""
+    policy, precision = ShardingPolicy.from_stage(2), MixedPrecisionPolicy()
+    stores = HostStore(pin_for=device), DeviceStore(device)
+    placement = BucketPlacement(Mesh.single(), policy, precision, device, *stores, Deferred())
+    values = torch.arange(float(N))
+    assert placement.on_host(values.to(device), "a").equal(values)
+    assert StoreHome(placement, "a").taken(values.to(device) + 1).equal(values + 1)
 
 
 @pytest.mark.device("lazy", "random1", "random4")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_zero import CPUSGD, CPUAdamW, DynamicLossScaler, Muon
+from lightning_zero import CPUSGD, CPUAdamW, DynamicLossScaler, Muon, ops
 from lightning_zero.checkpoint.state import (
     load_module_state_dict,
     load_optimizer_state_dict,
@@ -35,8 +35,8 @@ from lightning_zero.engine import shadow
 from lightning_zero.planning import Plan, plan
 from lightning_zero.planning.estimate import disk_bytes
 from lightning_zero.planning.memory import held_by, planned_parts
-from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy
-from lightning_zero.storage import DiskError, DiskStore, Executor
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
+from lightning_zero.storage import DeviceStore, DiskError, DiskStore, Executor
 from lightning_zero.storage.disk_file import DiskFile, aligned
 from lightning_zero.storage.disk_speed import RINGS, THREADS
 from lightning_zero.storage.nvme import DiskTensor
@@ -390,6 +390,22 @@ def test_the_norm_of_gradients_that_were_changed_on_the_disk(tmp_path: Path) -> 
         session.engine.release()
     assert norms[0] == norms[1]
     assert norms[0][0] > norms[0][1] > 0
+
+
+def test_squares_are_of_all_tiles_of_a_sum_however_slow_the_disk_is(tmp_path: Path) -> None:
+    """Each tile's are added after those of the tile before, and of what its sum has become."""
+    cpu, executor, numel = torch.device("cpu"), SlowDisk(), 6 * 4096 + 5
+    store = DiskStore.in_folder(RunFolder(tmp_path, "run", 0), executor, driver.DISK_BUFFER)
+    policy, parameters = ShardingPolicy.from_stage(2), DeviceStore(cpu)
+    placement = BucketPlacement(
+        Mesh.single(), policy, MixedPrecisionPolicy(), cpu, store, parameters, executor, gradients_rest=True
+    )
+    values = torch.linspace(-1, 1, numel)
+    gradient = ShardedGradient("a", numel, placement, [])
+    for times in (1, 2):
+        gradient.squares_of(0, numel)  # of the next values
+        gradient.add(values)
+        assert gradient.squares_of(0, numel) == ops.sum_of_squares(times * values)
 
 
 def test_gradients_rest_on_the_disk_where_they_do_not_fit_the_buffer(tmp_path: Path) -> None:

@@ -195,6 +195,19 @@ def test_a_gather_goes_on_without_the_thread_that_began_it(pool2: RankPool) -> N
     assert pool2.run_within(20, wait_in_another_order) == [3000.0] * 2
 
 
+def gather_from_a_late_rank() -> float:
+    mesh = Mesh.create()
+    flat = torch.full([2 * 1000], float(mesh.world.rank))
+    if mesh.world.rank == 1:
+        time.sleep(LATE)
+    mesh.world.all_gather_(flat, "gather")
+    return float(flat.sum())
+
+
+def test_a_gather_has_ended_for_whoever_does_not_begin_it_apart(pool2: RankPool) -> None:
+    assert pool2.run_within(20, gather_from_a_late_rank) == [1000.0] * 2
+
+
 def gather_different_sizes() -> str:
     """The second gather's message; it would fit."""
     mesh = Mesh.create()

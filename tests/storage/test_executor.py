@@ -17,6 +17,7 @@ from engine.driver import Session, Setup
 from helpers import models
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.tiles import snapshot
 from lightning_zero.engine import Engine
@@ -254,6 +255,17 @@ def test_a_shadow_goes_through_it(make: Callable[[], Executor]) -> None:
         assert torch.equal(bucket.master.read(0, bucket.layout.shard_numel), values)
     if isinstance(executor, Recorder):
         assert all(executor.jobs[Lane.HOST, f"the second values of {b.name}"] == 2 for b in session.engine.buckets)
+
+
+def test_state_of_whole_parameters_has_come_when_it_is_gathered() -> None:
+    gathered = []
+    for executor in (InlineExecutor(), Deferred()):
+        session = start(Setup(2, offload=True), executor, "lamb")
+        train(session)
+        states = [session.updater.gather_state(bucket) for bucket in session.engine.buckets]
+        gathered.append([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)])
+    assert any(leaf.dim() for leaf in gathered[0])
+    assert all(map(torch.equal, *gathered))
 
 
 def test_what_is_its_own_master_is_fetched_from_the_device_by_nobody() -> None:
