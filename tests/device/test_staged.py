@@ -16,18 +16,22 @@ from checkpoint.resuming import run
 from device import sim
 from device.sim import Schedule
 from device.test_overlap import BF16, FP16, Late, bits
+from device.test_peak import Deep
 from device.test_training import Digests, digests
 from device.test_update_under_forward import Held, backward
 from device.where import DevicePool
 from engine import driver, memory
 from engine.driver import Session
 from helpers import models
+from lightning import Callback, LightningModule, Trainer
 from strategy import test_cpu_optimizers
+from strategy.fits import make_trainer
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero import ZeroPrecision
+from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.engine import Engine
+from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import plan
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import BucketPlacement, MasterForm, Mesh, MixedPrecisionPolicy, ShardingPolicy
@@ -302,6 +306,42 @@ def test_full_values_are_read_and_written_to_the_last_digit(device: torch.device
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits
+
+
+class Weighed(Callback):
+    """Bytes of host memory per element at the end, but for staging memory: held, planned, and all that there are."""
+
+    held = planned = there_are = 0.0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        assert strategy.memory is not None
+        strategy.engine.settle()
+        numel = sum(bucket.layout.shard_numel for bucket in strategy.engine.buckets)
+        held, planned = held_by(strategy.engine), planned_parts(strategy.memory.plan)
+        storages = sum(s.nbytes() for s in memory.storages().values() if s.device.type == "cpu")
+        self.held, self.planned = (
+            sum(part.host for name, part in parts.items() if name != "staging") / numel for parts in (held, planned)
+        )
+        self.there_are = (storages - held["staging"].host) / numel
+
+
+def weigh(accelerator: str) -> tuple[float, float, float]:
+    weighed, options = Weighed(), STRATEGIES["zero2_offload"] | {"master_layout": "split"}
+    flags: dict[str, Any] = {"accelerator": accelerator, "precision": "bf16-true", "callbacks": [weighed]}
+    with memory.only_new_objects():
+        make_trainer(ZeroStrategy(**options), **flags).fit(Deep())
+    return weighed.held, weighed.planned, weighed.there_are
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_zero2_offload_in_bf16_holds_12_bytes_a_parameter_on_the_host(device_pool2: DevicePool) -> None:
+    for held, planned, there_are in device_pool2.run(weigh, device_pool2.where.accelerator):
+        assert held == planned == 12
+        assert there_are == pytest.approx(12, rel=0.01)
+
 
 RECIPE = dataclasses.replace(test_cpu_optimizers.RECIPE, micro=1, options={"lr": 0.05, "master_layout": "split"})
 STAGES = ({"stage": 2}, {"stage": 1}, {"stage": 3})  # with parameters on the device
