@@ -119,11 +119,12 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
         )
     engine.in_backward.check_together()
     state = updaters[0].gather_state(bucket).get(bucket.index[id(parameter)], {})
-    device = engine.placement.device
-    return {
-        name: value.to(device) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+    per_element = {
+        name: engine.placement.on_device(value, bucket.name)
         for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
     }
+    return state | per_element
 
 
 def _engine_of(parameter: Tensor) -> Engine | None:

@@ -15,6 +15,7 @@ communicate.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.storage.accelerators import device_type
+from lightning_zero.storage import Executor, InlineExecutor, device_type
 from lightning_zero.torch_private import (
     FOREACH,
     READS_NUMBER,
@@ -49,6 +50,8 @@ class Place:
         group: the ranks that hold the slices.
         device: device of the parameter.
         slice_device: device of the slice.
+        executor: copies between the two devices. The reference is weak, since user code may keep a computed gradient
+            longer than the engine that drives the training.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Place:
     group: Group
     device: torch.device
     slice_device: torch.device
+    executor: weakref.ref[Executor]
 
     def like(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
         """A tensor of the parameter's shape without values: on ``meta`` with its strides, else one element expanded."""
@@ -67,9 +71,19 @@ class Place:
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's slice (1-D) of ``full``, a tensor that can be expanded to the parameter's shape."""
-        piece = torch.empty(self.numel, dtype=full.dtype, device=self.slice_device)
+        piece = torch.empty(self.numel, dtype=full.dtype, device=full.device)
         self.format.read(full.expand(self.format.shape), self.start, piece)
-        return piece
+        return self.bring(piece)
+
+    def bring(self, values: Tensor) -> Tensor:
+        """``values`` on the device of the slice: themselves, or a copy that has arrived there."""
+        if values.device.type == self.slice_device.type:
+            return values.to(self.slice_device)
+        executor = self.executor() or InlineExecutor()  # no engine is left
+        begin = executor.commit if self.slice_device.type == "cpu" else executor.fetch
+        arriving = torch.empty_like(values, device=self.slice_device)
+        begin(arriving, values, self.name).synchronize()
+        return arriving
 
 
 class Slice(Protocol):
@@ -232,7 +246,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
         if not isinstance(value, Tensor):
             return value
         if not value.dim():
-            return value.to(place.slice_device)
+            return place.bring(value)
         if torch.broadcast_shapes(value.shape, place.format.shape) != place.format.shape:
             first.refuse(f"{name} with a tensor of shape {tuple(value.shape)}")
         return place.cut(value)

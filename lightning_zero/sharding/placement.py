@@ -186,6 +186,14 @@ class BucketPlacement(NamedTuple):
         self.copy(copy, values, ("device", "host"), what)
         return copy
 
+    def on_device(self, values: Tensor, what: str) -> Tensor:
+        """A copy of ``values`` on the device where the model computes, or ``values`` itself if it is there."""
+        if values.device.type == self.device.type:
+            return values.to(self.device)
+        copy = torch.empty_like(values, device=self.device)
+        self.copy(copy, values, ("host", "device"), what)
+        return copy
+
     def _copying(self, memories: tuple[Memory, Memory]) -> AbstractContextManager[None]:
         return self.mesh.timers.phase(Phase.HOST_COPY) if "host" in memories else nullcontext()
 

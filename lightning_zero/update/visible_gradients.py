@@ -11,6 +11,7 @@ ranks or none see ``None``, and reading ``grad`` is not collective.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -118,13 +119,14 @@ class VisibleGradients:
         segment = next((s for s in bucket.segments if s.param == index), None)
         start, numel = (0, 0) if segment is None else (segment.param_start, segment.numel)
         place = Place(
-            bucket.names[index],
-            bucket.formats[index],
-            start,
-            numel,
-            placement.mesh.shard,
-            placement.device,
-            placement.optimizer_store.device,
+            name=bucket.names[index],
+            format=bucket.formats[index],
+            start=start,
+            numel=numel,
+            group=placement.mesh.shard,
+            device=placement.device,
+            slice_device=placement.optimizer_store.device,
+            executor=weakref.ref(placement.executor),
         )
         return place, segment
 
@@ -166,7 +168,7 @@ class VisibleGradients:
         elif self._clipping.used is not None:
             self._take_over(parameter, value)
         elif (local := gradients.local_sum(index)) is not None:
-            local.copy_(value)
+            local.copy_(bucket.placement.on_device(value, self._name(parameter)))
         elif gradients.held in (Held.NONE, Held.UNSHARDED, Held.SUM):
             self._assign_local(parameter, value)
         else:
@@ -186,7 +188,8 @@ class VisibleGradients:
                 f"scale {self._clipping.scale:g} until then. Assign it after the last backward of the step"
                 f"{advice(Case.NOT_FLUSHED, '; ')}. Without any backward, train in a precision that has no loss scale"
             )
-        set_local_grad(parameter, value.to(parameter.device, parameter.dtype))
+        value = self._map[parameter].placement.on_device(value, self._name(parameter))
+        set_local_grad(parameter, value.to(parameter.dtype))
 
     # -------------------------------------------------------------------------------------------------------- norms
 

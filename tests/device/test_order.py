@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +20,13 @@ from device.test_update_under_forward import Held, backward
 from device.where import DevicePool, device_of_rank
 from engine.driver import Session
 from helpers import models
+from storage.test_executor import Deferred
 from torch import Tensor
 
 import lightning_zero
 from lightning_zero.checkpoint.state import load_module_state_dict, module_state_dict
 from lightning_zero.sharding import BucketState, Group, Mesh
-from lightning_zero.storage import InlineExecutor, Lane, StreamExecutor
+from lightning_zero.storage import InlineExecutor, Lane, StreamExecutor, Ticket
 from lightning_zero.update import make_updater
 from lightning_zero.update.native import MasterLayout
 
@@ -124,6 +127,52 @@ def test_a_gradient_that_is_not_finite_is_named_when_it_has_come(device: torch.d
 
 
 # -------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Noting(Deferred):
+    """Copies between host memory and the device as late as it may, and notes lanes and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[tuple[Lane, tuple[int, ...]]] = []
+
+    def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        self.moved.append((Lane.H2D, tuple(source.shape)))
+        return super().fetch(target, source, what, after)
+
+    def commit(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        self.moved.append((Lane.D2H, tuple(source.shape)))
+        return super().commit(target, source, what, after)
+
+
+@pytest.mark.device("lazy")
+def test_what_user_code_moves_goes_through_the_executor(device: torch.device) -> None:
+    executor = Noting()
+    session = start(Case(2), executor, device)
+    parameter = session.model.blocks[0].up.weight
+    shape, twice = tuple(parameter.shape), torch.full(parameter.shape, 2.0, device=device)
+    executor.moved.clear()
+    parameter.grad = torch.ones(shape)  # on the host, and its place is on the device until it is reduced
+    assert executor.moved == [(Lane.H2D, shape)]
+    backward(session, device)
+    before = lightning_zero.full_grad(parameter)
+    executor.moved.clear()
+    parameter.grad.mul_(twice).mul_(twice[0, 0])
+    assert executor.moved == [(Lane.D2H, (parameter.numel(),)), (Lane.D2H, ())]
+    assert torch.equal(lightning_zero.full_grad(parameter), before * 4)
+    kept = parameter.grad.clone()
+    session.optimizer.step()
+    executor.moved.clear()
+    state = lightning_zero.full_optimizer_state(parameter)
+    assert executor.moved.count((Lane.H2D, shape)) == 2
+    torch.testing.assert_close(state["exp_avg"], before * 0.4)
+    # User code may keep a gradient, which does not keep the executor.
+    session.engine.release()
+    gone = weakref.ref(executor)
+    del session, executor, parameter
+    gc.collect()
+    assert gone() is None
+    assert kept.mul(twice).sum().item() == 2 * kept.sum().item()
 
 
 def ask_in_turn() -> list[tuple[str, list[str]]]:
