@@ -58,6 +58,57 @@ INSIDE = {
         ("", "advice", "options", "precision", "pretrained", "private", "readers"),
     ),
     "tools": (("",), ("consolidate", "deepspeed", "export"), ("deepspeed_runs",), ("contents",)),
+    "planning": (
+        ("",),
+        ("choosing",),
+        ("estimate", "preflight"),
+        ("memory",),
+        ("plan",),
+        ("recording",),
+        ("calibration", "recorded_gradients"),
+        ("lanes", "machine", "transformer"),
+        ("account", "devices", "examples", "tracing"),
+    ),
+    "engine": (("",), ("access",), ("runtime",), ("activations", "registry", "shadow")),
+    "update": (
+        ("",),
+        ("choice", "in_backward", "muon", "visible_gradients"),
+        ("clipping", "newton_schulz"),
+        ("attached", "two_places"),
+        ("combined", "cpu_optimizers", "native_updater", "step_updates", "whole"),
+        ("cpu", "updaters"),
+        ("loading", "sizes"),
+        ("outcomes", "rules", "windows"),
+        ("block_state", "counted", "gradient_scale", "view"),
+        ("compact", "footprint", "loss_scaler", "native", "shell", "state"),
+    ),
+    "sharding": (
+        ("",),
+        ("hooks", "prefetch", "reducer", "root"),
+        ("bucket_map",),
+        ("adoption", "full_precision", "gradients", "refresh"),
+        ("bucket",),
+        ("forms",),
+        ("averaged_gradient", "buffers", "edits", "masters", "partition", "pending", "reduction", "sharded_gradient"),
+        ("placement", "sharded_init"),
+        ("mesh",),
+        ("collectives",),
+        ("exchange",),
+        ("backend_collectives", "collective_errors", "cross_memory"),
+        ("board", "checksum", "compiled", "freed", "gloo_exit", "held", "layout", "left_tensors"),
+        ("memory_format", "pieces", "policies", "rounded"),
+    ),
+    "storage": (
+        ("",),
+        ("nvme",),
+        ("disk_speed", "run_folder", "streams"),
+        ("disk_file", "staged", "staging"),
+        ("device", "host", "store", "timers"),
+        ("rested", "threads", "windowed"),
+        ("executor",),
+        ("work_log",),
+        ("accelerators", "live"),
+    ),
 }
 # Containers do not know each other.
 APART = {"checkpoint": [{file, folder} for file in ("file", "remote_file") for folder in ("folder", "folder_reader")]}
@@ -70,7 +121,7 @@ STORES = frozenset("PrefixStore Store TCPStore _get_default_store".split())  # v
 FORMATS = "torch.distributed.checkpoint."  # files
 # Words of a user of Lightning or Hydra, which messages of the floors below take from `lightning_zero.advice`.
 ADVICE = re.compile(
-    r"\bzero[0-3]|\bTrainer\b|LightningModule|\btrainer\.|\bstrategy[.=]|\bconfigure_(model|optimizers)\b|\bckpt_path\b"
+    r"\bzero[0-3]|\bTrainer\b|LightningModule|\btrainer\.|\bstrategy\b|\bconfigure_(model|optimizers)\b|\bckpt_path\b"
     r"|\bmanual_backward\b|\bon_before_\w+|\boffload_(optimizer|params)\b|\bprecision[ =]'|\blightning_zero\.gathered_"
 )
 # An option that is advised, unlike the value that a message begins with. `master_layout` is CPU optimizers' as well.
@@ -159,10 +210,11 @@ def module_of(path: Path) -> str:
 def wrong_imports_inside(source: str, part: str, module: str) -> list[str]:
     """Imports of ``module`` that do not go to a lower level of its ``part``, or to one from which it stays apart."""
     level = {name: number for number, names in enumerate(INSIDE[part]) for name in names}
+    typing = _lines_for_typing(source)  # a module may name the class of an object that it is given
     wrong = []
     for name, line in imports(source):
         package, other, target, *_ = [*name.split("."), "", "", ""]
-        if (package, other) != ("lightning_zero", part):
+        if (package, other) != ("lightning_zero", part) or line in typing:
             continue
         target = target if target in level else ""  # a name in the `__init__`
         inner = target == module and target in FOLDERS
@@ -284,6 +336,41 @@ def test_a_type_of_device_is_found(source: str) -> None:
     assert device_types(source)
 
 
+_THREADS = r"\b(Thread|Timer|ThreadPool|ThreadPoolExecutor|LaneThreads|start_new_thread)\b"
+# The files outside of storage that may make threads, each with the reason why these are no lanes of an executor.
+THREADS = {
+    # A save waits for the disk and for other ranks, and work of the training in a lane would wait behind it.
+    "checkpoint/background.py": {"ThreadPoolExecutor"},
+    # It asks a store that may never answer, to say why a collective has failed, also where no executor is left.
+    "sharding/board.py": {"Thread"},
+    # A group's exchange goes on while its rank waits for another one; it moves messages of ranks, and has no executor.
+    "sharding/collectives.py": {"LaneThreads"},
+}
+
+
+def threads_made(source: str) -> set[str]:
+    """The names by which a file makes threads; it may use them in annotations."""
+    if not re.search(_THREADS, source):
+        return set()
+    calls = [node.func for node in nodes(source) if isinstance(node, ast.Call)]
+    bases = [base for node in nodes(source) if isinstance(node, ast.ClassDef) for base in node.bases]
+    return set(re.findall(_THREADS, " ".join(map(dotted, calls + bases))))
+
+
+def test_threads_belong_to_executors() -> None:
+    outside = [path for path in files() if part_of(path) != "storage"]
+    found = {str(path.relative_to(PACKAGE)): threads_made(path.read_text()) for path in outside}
+    assert {name: made for name, made in found.items() if made} == THREADS
+
+
+@pytest.mark.parametrize(
+    "source", ["threading.Thread(target=f)", "with ThreadPoolExecutor(2) as pool: pass", "class Mine(Thread): pass"]
+)
+def test_threads_are_found(source: str) -> None:
+    assert threads_made(source)
+    assert not threads_made("lane: LaneThreads | None = None\nisinstance(thread, threading.Thread)")
+
+
 def test_no_stage_is_compared_outside_the_policies() -> None:
     """But where the options of the strategy are checked."""
     found = {str(path.relative_to(PACKAGE)): stages_compared(path.read_text()) for path in files()}
@@ -340,10 +427,15 @@ def test_upward_imports_are_found(part: str, source: str) -> None:
         ("errors", "from lightning_zero.checkpoint import rng"),
         ("remedies", "from lightning_zero.integration.engines import make_engine"),
         ("fabric", "from lightning_zero.integration.strategy import ZeroStrategy"),
+        ("executor", "from lightning_zero.storage.streams import StreamExecutor"),
+        ("placement", "from lightning_zero.sharding.bucket import Bucket"),
+        ("updaters", "from lightning_zero.update import GradientClipping"),
+        ("account", "from lightning_zero.planning.plan import Plan"),
+        ("shadow", "def f():\n    from lightning_zero.engine.runtime import Engine"),
     ],
 )
 def test_upward_imports_inside_a_part_are_found(module: str, source: str) -> None:
-    part = "integration" if ".integration" in source else "checkpoint"
+    part = source.partition("lightning_zero.")[2].split()[0].split(".")[0]
     assert wrong_imports_inside(source, part, module)
 
 

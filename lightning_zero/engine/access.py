@@ -104,7 +104,7 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
     engine = _engine_of(parameter)
     bucket = None if engine is None else engine.bucket_of(parameter)
     if engine is None or bucket is None:
-        raise ValueError("no strategy holds this parameter now; read `optimizer.state[parameter]`")
+        raise ValueError("no engine holds this parameter now; read `optimizer.state[parameter]`")
     updaters = [
         updater
         for updater in engine.updaters

@@ -168,7 +168,7 @@ def test_without_an_engine_parameters_are_what_they_are() -> None:
     assert torch.equal(gradient, torch.ones(2))
     assert gradient is not parameter.grad
     assert torch.equal(full_param(parameter), torch.ones(2))
-    with pytest.raises(ValueError, match="no strategy holds this parameter"):
+    with pytest.raises(ValueError, match="no engine holds this parameter"):
         full_optimizer_state(parameter)
 
 
