@@ -77,7 +77,7 @@ class Remedy(NamedTuple):
         return max(self.device, self.host) if side == "either" else getattr(self, side)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """The configurable values on which a plan depends, in the form in which the engine uses them."""
 

@@ -28,6 +28,14 @@ def memory(device: torch.device, **options: Any) -> Memory:
     return engines.describe_memory(module, optimizers, chosen, precision, device, (1, 2, 0), 1, {})
 
 
+def test_a_setting_is_given_by_name() -> None:
+    """Its numbers have one type: two that were swapped would pass unseen."""
+    setting = memory(CPU).setting
+    with pytest.raises(TypeError, match="positional"):
+        type(setting)(*vars(setting).values())
+    assert type(setting)(**vars(setting)) == setting
+
+
 @pytest.mark.parametrize(("store", "on_host_alone"), [("cpu", "=zero2_nvme"), ("nvme", ".offload_gradients=nvme")])
 def test_remedies_save_memory_on_the_side_that_has_run_out(store: str, on_host_alone: str) -> None:
     described = memory(META, stage=2, offload_optimizer=store, offload_gradients="cpu", nvme_path="/disk")
