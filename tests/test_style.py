@@ -20,7 +20,7 @@ MOST_METHODS = 25
 # "public methods".
 LARGE_CLASSES = frozenset({"Engine", "ZeroAutoStrategy", "ZeroStrategy"})
 METHODS = (FunctionType, property, classmethod, staticmethod, functools.cached_property)
-VAGUE = re.compile(r"(What|Before|After|Around|Between|Inside|For|Of|By|Its|As|Like|If|Nothing)\b")
+VAGUE = re.compile(r"(What|Where|How|Those|Before|After|Around|Between|Inside|For|Of|By|Its|As|Like|If|Nothing)\b")
 FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
 
 
@@ -100,3 +100,4 @@ def test_large_classes_and_vague_docstrings_are_found() -> None:
     assert [class_.__name__ for class_ in large_classes(module)] == ["Large"]
     assert vague_docstrings('"""What it is."""\ndef right():\n    """Gathers it."""') == ["the module"]
     assert vague_docstrings('"""Formats."""\ndef wrong():\n    """Before a step: gather it."""') == ["wrong"]
+    assert vague_docstrings('"""How it is done."""\nclass Wrong:\n    """Where it lies."""') == ["the module", "Wrong"]

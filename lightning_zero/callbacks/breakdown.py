@@ -24,7 +24,7 @@ Times = Mapping[Phase, float]
 
 
 class LaneTime(NamedTuple):
-    """How long a lane was busy, and how long the training waited for it, in seconds."""
+    """Seconds for which a lane was busy, and for which the training waited for it."""
 
     busy: float
     exposed: float

@@ -292,7 +292,7 @@ class AutoOptions:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Those of ``FREE`` that were given."""
+        """The options of ``FREE`` that were given."""
         return {name: value for name in FREE if (value := getattr(self, name)) is not None}
 
 

@@ -131,7 +131,7 @@ def evaluation_of(trainer: pl.Trainer) -> Evaluation:
 
 
 def batches_of(loop: Evaluation) -> list[float]:
-    """How many batches the loaders of an evaluation give one after the other; infinity for one without a length.
+    """Numbers of batches that the loaders of an evaluation give in turn; infinity for one without a length.
 
     Loaders that are iterated at the same time count as one. Only the combined loader knows which of both they are.
     """

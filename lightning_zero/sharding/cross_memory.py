@@ -32,7 +32,7 @@ _SLOT = 64  # bytes: a cache line
 
 
 class Posted(NamedTuple):
-    """Where a message lies in its sender's memory.
+    """The place of a message in its sender's memory.
 
     Attributes:
         table: address of the table of its pieces.
@@ -76,7 +76,7 @@ class Slot:
         return table
 
     def read(self) -> Posted:
-        """Where the message lies; after the announcement."""
+        """The place of the message; to be read after the announcement."""
         return Posted(*self._fields[:4].tolist())
 
     @property
@@ -104,7 +104,7 @@ class Neighbor(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """How another process finds this one's board, and tries whether it can read this one's memory."""
+    """Tells another process how to find this one's board, and how to try whether it can read this one's memory."""
 
     file: int
     address: int

@@ -219,7 +219,7 @@ class Exchange:
         return not slot.refused
 
     def _await(self, rank: int, nbytes: int) -> Posted:
-        """Where a neighbor's message lies, which must have ``nbytes`` bytes, once it is posted."""
+        """Waits for a neighbor's message, which must have ``nbytes`` bytes; returns its place."""
         slot = self._neighbors[rank].own_slots[self._index]
         self._wait(rank, slot.posted)
         posted = slot.read()

@@ -104,7 +104,7 @@ class Mesh:
         return ticket
 
     def position(self) -> str | None:
-        """Where this rank is, the same on all ranks that have issued the same collectives.
+        """The position in the order of collectives, the same on all ranks that have issued the same ones.
 
         Returns:
             ``None`` while a lane has collectives to issue.

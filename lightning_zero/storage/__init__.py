@@ -1,4 +1,4 @@
-"""Where tensors rest, and how they move: stores on the device, in host memory and on a disk, executors, and timers.
+"""Memories and movements of tensors: stores on the device, in host memory and on a disk, executors, and timers.
 
 Everything that depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
 """

@@ -28,7 +28,7 @@ _AT_A_TIME = FILE_LANES[Lane.READ]  # tiles that an update reads at the same tim
 
 
 class Way(NamedTuple):
-    """How a transfer is cut into blocks, and what moves them.
+    """The blocks into which a transfer is cut, and what moves them.
 
     Attributes:
         depth: the number of blocks that are moved at a time.

@@ -52,7 +52,7 @@ class ScaleLayout(NamedTuple):
         return found
 
     def place(self, param: int) -> tuple[int, int]:
-        """Where the scales of parameter ``param`` begin and end. Adjacent segments have adjacent scales."""
+        """The range of the scales of parameter ``param``. Adjacent segments have adjacent scales."""
         pieces = self.pieces[param]
         return pieces[0].first, pieces[-1].first + pieces[-1].blocks
 

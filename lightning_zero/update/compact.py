@@ -34,7 +34,7 @@ _TILE = 1 << 20  # number of elements that are decoded at a time
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the elements of a tensor lie in blocks (:class:`lightning_zero.ops.Quantized`).
+    """The blocks in which the elements of a tensor lie (:class:`lightning_zero.ops.Quantized`).
 
     Attributes:
         signed: which of the two formats the codes have.
