@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from lightning_zero.engine import Engine
 from lightning_zero.integration import private
 from lightning_zero.integration.advice import WEIGHTS_ALONE
 from lightning_zero.integration.base import EngineStrategy
-from lightning_zero.integration.patches import replace_methods
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.sharding.compiled import plain_names
@@ -32,6 +32,39 @@ from lightning_zero.update import Updater, decoded
 from lightning_zero.version import __version__
 
 WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
+
+
+class _GatheredState:
+    """State for user code, which may save it on rank 0 alone: all of it is gathered there."""
+
+    def of_module(self, engine: Engine) -> dict[str, Any]:
+        return _checkpoint.full_on_first(_checkpoint.module_state_dict(engine), engine)
+
+    def of_optimizer(self, engine: Engine, updater: Updater) -> dict[str, Any]:
+        state = _checkpoint.full_on_first(_checkpoint.optimizer_state_dict(engine, updater), engine)
+        return state if engine.placement.mesh.world.rank == 0 else {**state, "state": {}}
+
+
+class _LazyState:
+    """State for the Trainer's checkpoints, which all ranks write: tensors are read when they are written.
+
+    Args:
+        compact: whether 8-bit optimizer state stays in that form.
+    """
+
+    def __init__(self, compact: bool) -> None:
+        self._compact = compact
+
+    def of_module(self, engine: Engine) -> dict[str, Any]:
+        return _checkpoint.module_state_dict(engine)
+
+    def of_optimizer(self, engine: Engine, updater: Updater) -> dict[str, Any]:
+        return _checkpoint.optimizer_state_dict(engine, updater, self._compact)
+
+
+# What the strategy gives out. Lightning's connector asks it for a checkpoint's state by the same methods as user code.
+_GATHERED = _GatheredState()
+_STATE: ContextVar[_GatheredState | _LazyState] = ContextVar("state", default=_GATHERED)
 
 
 class CheckpointingStrategy(EngineStrategy):
@@ -146,43 +179,22 @@ class CheckpointingStrategy(EngineStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return plain_names(super().lightning_module_state_dict()) if self._engine is None else self._module_state()
+        if self._engine is None:
+            return plain_names(super().lightning_module_state_dict())
+        return _STATE.get().of_module(self._engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         updater = self._updater_of(unwrap(optimizer))
-        return optimizer.state_dict() if updater is None else self._state_of(updater)
-
-    def _module_state(self) -> dict[str, Any]:
-        """The state for user code, which may save it on rank 0 alone: all of it is gathered there."""
-        return _checkpoint.full_on_first(self._lazy_module_state(), self.engine)
-
-    def _state_of(self, updater: Updater) -> dict[str, Any]:
-        """See :meth:`_module_state`."""
-        state = _checkpoint.full_on_first(_checkpoint.optimizer_state_dict(self.engine, updater), self.engine)
-        return state if self.is_global_zero else {**state, "state": {}}
-
-    def _lazy_module_state(self) -> dict[str, Any]:
-        """The state for the Trainer's checkpoints, which all ranks write: tensors are read when they are written."""
-        return _checkpoint.module_state_dict(self.engine)
-
-    def _lazy_state_of(self, updater: Updater) -> dict[str, Any]:
-        """See :meth:`_lazy_module_state`."""
-        return _checkpoint.optimizer_state_dict(self.engine, updater, self.options.checkpoint_state == "compact")
+        return optimizer.state_dict() if updater is None else _STATE.get().of_optimizer(self.engine, updater)
 
     def _dump(self, connector: private.CheckpointConnector, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the connector's own ``dump_checkpoint``, and give it lazy tensors as state."""
-        undo = replace_methods(
-            self,
-            {
-                "_module_state": type(self)._lazy_module_state,
-                "_state_of": type(self)._lazy_state_of,
-            },
-        )
+        gathered = _STATE.set(_LazyState(self.options.checkpoint_state == "compact"))
         try:
             return type(connector).dump_checkpoint(connector, *args, **kwargs)
         finally:
-            undo()
+            _STATE.reset(gathered)
 
     def _updater_of(self, optimizer: Optimizer) -> Updater | None:
         """The updater that drives ``optimizer``; ``None`` for the stand-in of a module that configures none."""

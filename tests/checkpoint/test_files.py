@@ -283,6 +283,7 @@ class Hooked(Resumable):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = self.trainer.global_step
+        self.attributes = {*vars(self.trainer.strategy)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.notes.append((checkpoint["mine"], sorted(checkpoint["state_dict"])))
@@ -292,7 +293,9 @@ def save_and_test(name: str, path: str, recipe: Recipe) -> list[Any]:
     lit = Hooked(recipe)
     trainer = make_trainer(name)
     trainer.fit(lit)
+    before = {*vars(trainer.strategy)}
     trainer.save_checkpoint(path)
+    assert lit.attributes == before  # none is replaced for the time of a save
     trainer.save_checkpoint(path.replace("a.", "weights."), weights_only=True)
     trainer.test(lit, ckpt_path=path, verbose=False)
     return lit.notes
