@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "CLEAN_STEPS",
     "DEPENDS_ON_VALUES",
     "FLASH_ATTENTION",
     "FOREACH",
@@ -300,6 +301,9 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+
+# The key of a gradient scaler's `state_dict` with the number of steps since the scale was changed last.
+CLEAN_STEPS = "_growth_tracker"
 
 # Attributes of OneCycleLR that its constructor derives from its arguments.
 SCHEDULE_OF_ONE_CYCLE = ("_schedule_phases", "_anneal_func_type")

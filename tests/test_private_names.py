@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -28,7 +29,11 @@ HOMES = {
     "pytorch_lightning": "integration/private.py",
     "torch": "torch_private.py",
 }
-OTHERS = {"_replace": "of named tuples, documented", "_get_full_key": "of OmegaConf's nodes"}
+OTHERS = {
+    "_replace": "of named tuples, documented",
+    "_get_full_key": "of OmegaConf's nodes",
+    "_target_": "Hydra's key, documented",
+}
 # Floors whose classes extend Lightning's, and whose objects are Lightning's.
 LIGHTNING = ("integration", "callbacks")
 GET = ("getattr", "setattr", "hasattr", "delattr")
@@ -57,7 +62,7 @@ def own(node: ast.expr) -> bool:
 
 
 def uses(source: str) -> Iterator[Use]:
-    """Attributes of other objects, also by their names as text."""
+    """Attributes of other objects, also by their names as text, and entries of dictionaries such as a state dict."""
     for node in nodes(source):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not own(node.value):
             whole = ast.unparse(node)
@@ -65,6 +70,9 @@ def uses(source: str) -> Iterator[Use]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GET:
             texts = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
             yield from (Use(text, node.lineno) for text in texts if isinstance(text, str) and is_private(text))
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            key = node.slice.value
+            yield from [Use(key, node.lineno)] if isinstance(key, str) and is_private(key) else []
 
 
 def private_imports(source: str, package: str) -> Iterator[Use]:
@@ -305,6 +313,7 @@ OWNERS: dict[str, Callable[[], object]] = {
 OWNERS_OF_TEXTS: dict[str, Callable[[], object]] = {
     "DisableTorchFunction": lambda: torch._C,
     "DisableTorchFunctionSubclass": lambda: torch._C,
+    torch_private.CLEAN_STEPS: lambda: SimpleNamespace(**torch.amp.GradScaler("cpu").state_dict()),
     torch_private.ORIGINAL: lambda: torch.compile(torch.nn.Linear(1, 1)),
     **dict.fromkeys(sorted(torch_private.PRIVATE_METADATA), parameter),
     **dict.fromkeys(torch_private.OPTIMIZER_HOOKS, stepped),
@@ -335,13 +344,14 @@ def test_a_name_of_torch_is_still_there(name: str, owner: Callable[[], object]) 
         "strategy.model._x",
         "getattr(trainer, '_loggers', None)",
         "a[0]._b.c",
+        "state['_growth_tracker']",
     ],
 )
 def test_reaching_in_is_found(source: str) -> None:
     assert list(uses(source))
 
 
-@pytest.mark.parametrize("source", ["self._data", "super()._swap()", "a.__class__", "a.b", "getattr(a, 'b')"])
+@pytest.mark.parametrize("source", ["self._data", "super()._swap()", "a.__class__", "a.b", "getattr(a, 'b')", "a['b']"])
 def test_public_and_own_names_are_left_alone(source: str) -> None:
     assert not list(uses(source))
 

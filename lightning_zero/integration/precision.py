@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.engine.runtime import ENGINES, Engine
 from lightning_zero.sharding import MixedPrecisionPolicy
+from lightning_zero.torch_private import CLEAN_STEPS
 from lightning_zero.update import DynamicLossScaler, LossScaler, SharedScaler, StaticLossScaler
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
@@ -239,7 +240,7 @@ class ZeroPrecision(Precision):
         """Continue with the scale of a run under Lightning's own mixed precision."""
         stock = checkpoint.get(MixedPrecision.__qualname__)
         if stock and self.scaler is not None and type(self).__qualname__ not in checkpoint:
-            self.scaler.load_state_dict({"scale": stock["scale"], "clean_steps": stock["_growth_tracker"]})
+            self.scaler.load_state_dict({"scale": stock["scale"], "clean_steps": stock[CLEAN_STEPS]})
 
 
 # Lightning's plugins for the flags, of Trainer and of Fabric.
