@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combi
 from lightning_zero.checkpoint.errors import NAMED, damaged, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemotePath, readable
-from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at, tiles
+from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at, split_range
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.torch_private import file_offset, storage_number
@@ -247,7 +247,7 @@ def give_back_pages(tensor: Tensor) -> None:
         if file.address <= start < file.address + len(file):
             # `madvise` would round the borders outwards.
             first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-            for low, high in tiles(first, last, _CHECKED):
+            for low, high in split_range(first, last, _CHECKED):
                 if not _may_be_changed(low, high):
                     file.madvise(mmap.MADV_DONTNEED, low - file.address, high - low)
 

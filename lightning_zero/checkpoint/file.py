@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.commit import Draft, Save
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.shards import Key, across_ranks, source_of, values_of
-from lightning_zero.checkpoint.tiles import TILE, Appending, snapshot, write_tiles
+from lightning_zero.checkpoint.tiles import TILE, Appending, copy_to_host, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
@@ -114,7 +114,7 @@ class FileSave(Save):
 
     @override
     def hold(self, executor: Executor) -> None:
-        self.slices = [own._replace(tiles=snapshot(own.tiles, executor)) for own in self.slices]
+        self.slices = [own._replace(tiles=copy_to_host(own.tiles, executor)) for own in self.slices]
 
     @override
     def _write(self, rank: int) -> list[Checksum]:

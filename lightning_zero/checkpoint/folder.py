@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.folder_reader import OF_TRAINER, OPTIMIZER
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.remote import Location
 from lightning_zero.checkpoint.shards import Key, SharedValues, across_ranks, fetch_for_first, source_of, values_of
-from lightning_zero.checkpoint.tiles import TILE, Writable, snapshot, write_tiles
+from lightning_zero.checkpoint.tiles import TILE, Writable, copy_to_host, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
@@ -114,7 +114,7 @@ class FolderSave(Save):
 
     @override
     def hold(self, executor: Executor) -> None:
-        self.items = [item._replace(tiles=snapshot(item.tiles, executor)) for item in self.items]
+        self.items = [item._replace(tiles=copy_to_host(item.tiles, executor)) for item in self.items]
 
     @override
     def _write(self, rank: int) -> list[WriteResult]:

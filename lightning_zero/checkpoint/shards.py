@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.archive import lazy_tensors
 from lightning_zero.checkpoint.errors import CheckpointError, on_first
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.checkpoint.tiles import TILE, tiles
+from lightning_zero.checkpoint.tiles import TILE, split_range
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.engine.runtime import ENGINES
 from lightning_zero.sharding import Bucket, Mesh
@@ -153,7 +153,7 @@ class SharedValues(ABC):
 
     def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
         """Read elements ``[start, stop)`` of this rank's shard in tiles."""
-        for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
+        for low, high in split_range(start, stop, TILE // self.key.dtype.itemsize):
             yield self.read(low, high)
 
     def _share(self, numel: int) -> tuple[int, int]:

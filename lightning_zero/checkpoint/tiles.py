@@ -19,13 +19,13 @@ _CACHED = 1 << 19  # bytes that are read at a time for a checksum; so few that t
 _MAPPED = 1 << 20  # bytes; smaller copies get no memory mapping of their own, since the system limits their number
 
 
-def tiles(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def split_range(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Split ``[start, stop)`` into ranges of at most ``size``."""
     for first in range(start, stop, size):
         yield first, min(first + size, stop)
 
 
-def snapshot(tiles: Iterable[Tensor], executor: Executor) -> list[Tensor]:
+def copy_to_host(tiles: Iterable[Tensor], executor: Executor) -> list[Tensor]:
     """Copy the tiles to host memory by the executor, and wait for the copies."""
     copies = [_host_copy(tile.detach(), executor) for tile in tiles]
     for _, copied in copies:

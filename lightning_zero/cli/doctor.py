@@ -9,7 +9,7 @@ is unknown on this machine, and "unlimited" that there is no limit. A name that 
 - `kernels`: `extension` (the file), `compiled`, `supported`, `chosen`, `forced` (LIGHTNING_ZERO_ISA), `threads`,
   `threads_beside` (the training); null where the kernels cannot be loaded
 - `checks`: list of `kernel`, `case`, `isa`, `against` ("torch", "isa", "threads"), `passed`, `detail`
-- `machine`: see `lightning_zero.cli.machine.Machine`
+- `machine`: see `lightning_zero.cli.machine.MachineReport`
 - `environment`: the environment variables that matter, by name
 - `disk`: see `lightning_zero.cli.disk.Disk`; null unless `--nvme` asks for it, and where it cannot be measured
 - `rates`: see `lightning_zero.cli.rates.Measured`; null unless `--measure` asks for it, and where they cannot be kept
@@ -35,7 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_zero.cli.disk import Disk, describe_disk, judge_disk, measure_disk
-from lightning_zero.cli.machine import Machine, read_machine
+from lightning_zero.cli.machine import MachineReport, read_machine
 from lightning_zero.cli.rates import Measured, describe_rates, judge_rates, measure_all
 from lightning_zero.cli.software import (
     DISTRIBUTION,
@@ -113,7 +113,7 @@ class Report:
 
     kernels: Kernels | None
     checks: list[Check]
-    machine: Machine
+    machine: MachineReport
     environment: dict[str, str]
     packages: list[Package]
     torch: Torch | None

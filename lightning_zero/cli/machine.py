@@ -20,7 +20,7 @@ _SYS_PTRACE = 19  # the number of the capability, see capabilities(7)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineReport:
     """Facts about the machine, seen from this process.
 
     Attributes:
@@ -56,10 +56,10 @@ class Machine:
     cross_memory: str
 
 
-def read_machine(root: Path = Path("/"), ops: ModuleType | None = None) -> Machine:
+def read_machine(root: Path = Path("/"), ops: ModuleType | None = None) -> MachineReport:
     """Collects the facts; files are looked for under `root`. `ops`: `lightning_zero.ops`, if it can be imported."""
     memory = machine_memory(root)
-    return Machine(
+    return MachineReport(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
         cpu=processor(root),

@@ -40,7 +40,7 @@ def _choice(name: str, words: Any) -> Any:
     return _Choice(name, members, module=__name__)  # type: ignore[call-arg]
 
 
-Store = _choice("Store", StoreName)
+OffloadStore = _choice("OffloadStore", StoreName)
 GradientStore = _choice("GradientStore", GradientStoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
 Preflight = _choice("Preflight", PreflightName)
@@ -58,7 +58,7 @@ class MasterLayout(_Choice):
 
 # Types of options that a configuration cannot hold, and the types that replace them.
 _REPLACED = {
-    StoreName: Store,
+    StoreName: OffloadStore,
     GradientStoreName: GradientStore,
     NativeName: NativeOptimizer,
     LayoutName: MasterLayout,

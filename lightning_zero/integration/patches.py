@@ -153,9 +153,9 @@ def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
     return undo
 
 
-def compute_for_graph(logger: Logger, whole: Callable[[], AbstractContextManager[None]]) -> list[Undo]:
-    """Let a logger that draws the graph of a run of the module do so inside ``whole``, which all ranks enter."""
-    return [replace_methods(logger, {"log_graph": _within(logger, "log_graph", whole)})] if draws(logger) else []
+def compute_for_graph(logger: Logger, unsharded: Callable[[], AbstractContextManager[None]]) -> list[Undo]:
+    """Let a logger that draws the graph of a run of the module do so inside ``unsharded``, which all ranks enter."""
+    return [replace_methods(logger, {"log_graph": _within(logger, "log_graph", unsharded)})] if draws(logger) else []
 
 
 def draws(logger: Logger) -> bool:
@@ -166,7 +166,7 @@ def draws(logger: Logger) -> bool:
     return method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 
-def widen_average(callback: Callback, policy: MixedPrecisionPolicy) -> list[Undo]:
+def average_in_full_precision(callback: Callback, policy: MixedPrecisionPolicy) -> list[Undo]:
     """Make the callback average 16-bit weights that get masters in fp32: it copies the module before they exist."""
     dtype = policy.param_dtype
     if not copies_module(callback) or dtype is None or dtype.itemsize != 2 or not policy.master_weights:

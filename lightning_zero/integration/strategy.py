@@ -293,7 +293,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
                 # Callbacks set up before the strategy, and an earlier run may have sharded the module.
                 self._undo += patches.unshard_for(callback, self._unsharded)
-                self._undo += patches.widen_average(callback, precision.policy)
+                self._undo += patches.average_in_full_precision(callback, precision.policy)
             self._undo += saves.guard_exceptions(self.lightning_module.trainer, self._fail)
 
     def _warn_of_copies(self, module: pl.LightningModule) -> None:

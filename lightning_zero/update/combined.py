@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.sharding import Bucket, BucketForm
 from lightning_zero.update.footprint import Footprint
-from lightning_zero.update.native import Group, MasterLayout
+from lightning_zero.update.native import MasterLayout, ParamGroup
 from lightning_zero.update.rules import Traits
 from lightning_zero.update.shell import ShellGroup, loss_by, run_step, snapshot
 from lightning_zero.update.state import OptimizerState
@@ -32,14 +32,14 @@ class GroupRule(NamedTuple):
     """
 
     optimizer: Optimizer
-    hyperparameters: Group
+    hyperparameters: ParamGroup
 
 
 class CombinedOptimizer(Optimizer, ABC):
     """Base class of optimizers that have one of torch's optimizers update each of their groups."""
 
     @abstractmethod
-    def rule_of(self, group: Group) -> GroupRule:
+    def rule_of(self, group: ParamGroup) -> GroupRule:
         """The optimizer that updates a group, and its hyperparameters. They must depend on ``group`` alone."""
 
     @torch.no_grad()
@@ -94,12 +94,12 @@ class CombinedUpdater(Updater):
     def _own(self) -> Updater:
         return self._make_own()
 
-    def _follow_groups(self) -> list[tuple[type[Optimizer], Group]]:
+    def _follow_groups(self) -> list[tuple[type[Optimizer], ParamGroup]]:
         """Give the rules' updaters the groups as they are now; returns the class of each group's rule, and the group.
 
         These groups have the hyperparameters of their rules.
         """
-        followed: list[tuple[type[Optimizer], Group]] = []
+        followed: list[tuple[type[Optimizer], ParamGroup]] = []
         rules: dict[type[Optimizer], Optimizer] = {}
         for group in self.optimizer.param_groups:
             rule = self.optimizer.rule_of(group)
@@ -140,7 +140,7 @@ class CombinedUpdater(Updater):
                 now.load(bucket, index, values)
         return layout
 
-    def check(self, groups: Iterable[Group]) -> None:
+    def check(self, groups: Iterable[ParamGroup]) -> None:
         self._follow_groups()
         for group in groups:
             rule = self.optimizer.rule_of(group)
@@ -180,15 +180,15 @@ class CombinedUpdater(Updater):
         for updater in self._by_bucket.values():
             updater.clear()
 
-    def state_names(self, group: Group, parameter: Tensor) -> frozenset[str]:
+    def state_names(self, group: ParamGroup, parameter: Tensor) -> frozenset[str]:
         updater, own = self._rule_of(group)
         return updater.state_names(own, parameter)
 
-    def state_shapes(self, group: Group, parameter: Tensor) -> dict[str, torch.Size]:
+    def state_shapes(self, group: ParamGroup, parameter: Tensor) -> dict[str, torch.Size]:
         updater, own = self._rule_of(group)
         return updater.state_shapes(own, parameter)
 
-    def _rule_of(self, group: Group) -> tuple[Updater, Group]:
+    def _rule_of(self, group: ParamGroup) -> tuple[Updater, ParamGroup]:
         self._follow_groups()
         rule = self.optimizer.rule_of(group)
         return self._by_rule[type(rule.optimizer)], rule.hyperparameters

@@ -25,7 +25,7 @@ from lightning_zero.storage.rested import Resident
 from lightning_zero.torch_private import version_of
 from lightning_zero.update.compact import decoded
 from lightning_zero.update.loading import saved_states
-from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
+from lightning_zero.update.native import NativeRule, Numbers, ParamGroup, first_index
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,7 +77,7 @@ class CPUOptimizer(Optimizer):
 
     rule: ClassVar[NativeRule]
 
-    def __init__(self, params: Params, defaults: Group, numbers: Numbers) -> None:
+    def __init__(self, params: Params, defaults: ParamGroup, numbers: Numbers) -> None:
         self.numbers = numbers
         # For each 16-bit parameter, its properties when its master was last up to date.
         self._seen: dict[Tensor, _Seen] = {}
@@ -119,7 +119,7 @@ class CPUOptimizer(Optimizer):
         self._seen.update({p: _Seen.of(p) for _, _, p in todo if p.dtype != torch.float32})
         return result
 
-    def _update(self, parameter: Tensor, group: Group, number: int) -> None:
+    def _update(self, parameter: Tensor, group: ParamGroup, number: int) -> None:
         state = self.state.get(parameter, {})
         # If only a permuted view of a parameter is contiguous (channels_last), a copy of it is updated.
         flat = parameter.detach().contiguous().view(-1)

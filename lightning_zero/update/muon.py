@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.update.combined import CombinedOptimizer, GroupRule
-from lightning_zero.update.native import Group
+from lightning_zero.update.native import ParamGroup
 from lightning_zero.update.newton_schulz import BatchedMuon
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -127,7 +127,7 @@ class Muon(CombinedOptimizer):
         for part, by_muon in parts:
             super().add_param_group(param_group | {"params": part, "use_muon": by_muon})
 
-    def rule_of(self, group: Group) -> GroupRule:
+    def rule_of(self, group: ParamGroup) -> GroupRule:
         if group["use_muon"]:
             own = {key: group[key] for key in _MUON}
             own |= {

@@ -18,7 +18,7 @@ from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 
 MasterLayout = Literal["fp32", "split"]
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 StateDtypeName = Literal["float32", "bfloat16", "int8"]
 
@@ -96,10 +96,10 @@ class NativeRule(ABC):
     signed: ClassVar[Mapping[str, bool]] = {}  # names of the state that may be stored in 8 bits: whether it has a sign
 
     @abstractmethod
-    def names(self, group: Group) -> tuple[str, ...]:
+    def names(self, group: ParamGroup) -> tuple[str, ...]:
         """The names of the per-element state of a parameter in ``group``, in the order that :meth:`update` takes."""
 
-    def initial(self, group: Group) -> float:
+    def initial(self, group: ParamGroup) -> float:
         """The value with which per-element state is filled before the first step."""
         return 0.0
 
@@ -119,7 +119,7 @@ class NativeRule(ABC):
         param: Tensor,
         states: Sequence[Any],
         grad: Tensor,
-        group: Group,
+        group: ParamGroup,
         step: int,
         fresh: bool,
         **options: Unpack[ops.Options],
@@ -137,7 +137,7 @@ class NativeRule(ABC):
             **options: options that all kernels take.
         """
 
-    def check_numbers(self, group: Group, numbers: Numbers) -> None:
+    def check_numbers(self, group: ParamGroup, numbers: Numbers) -> None:
         """Check that there is a kernel for state that is stored as ``numbers`` says.
 
         Raises:
@@ -150,7 +150,7 @@ class NativeRule(ABC):
                 "without amsgrad, and for Lion. Use torch.bfloat16"
             )
 
-    def check(self, group: Group, numbers: Numbers) -> None:
+    def check(self, group: ParamGroup, numbers: Numbers) -> None:
         """Raise the errors that :meth:`update` would raise for these hyperparameters, before anything is written.
 
         Raises:
@@ -172,7 +172,7 @@ class AdamRule(NativeRule):
     state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     signed: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 
-    def names(self, group: Group) -> tuple[str, ...]:
+    def names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state if group["amsgrad"] else self.state[:2]
 
     def update(
@@ -180,7 +180,7 @@ class AdamRule(NativeRule):
         param: Tensor,
         states: Sequence[Any],
         grad: Tensor,
-        group: Group,
+        group: ParamGroup,
         step: int,
         fresh: bool,
         **options: Unpack[ops.Options],
@@ -209,10 +209,10 @@ class AdagradRule(NativeRule):
 
     state = ("sum",)
 
-    def names(self, group: Group) -> tuple[str, ...]:
+    def names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state
 
-    def initial(self, group: Group) -> float:
+    def initial(self, group: ParamGroup) -> float:
         return float(group["initial_accumulator_value"])
 
     def update(
@@ -220,7 +220,7 @@ class AdagradRule(NativeRule):
         param: Tensor,
         states: Sequence[Any],
         grad: Tensor,
-        group: Group,
+        group: ParamGroup,
         step: int,
         fresh: bool,
         **options: Unpack[ops.Options],
@@ -246,7 +246,7 @@ class LionRule(NativeRule):
     state = ("exp_avg",)
     signed: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
 
-    def names(self, group: Group) -> tuple[str, ...]:
+    def names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state
 
     def update(
@@ -254,7 +254,7 @@ class LionRule(NativeRule):
         param: Tensor,
         states: Sequence[Any],
         grad: Tensor,
-        group: Group,
+        group: ParamGroup,
         step: int,
         fresh: bool,
         **options: Unpack[ops.Options],
@@ -279,7 +279,7 @@ class SgdRule(NativeRule):
 
     state = ("momentum_buffer",)
 
-    def names(self, group: Group) -> tuple[str, ...]:
+    def names(self, group: ParamGroup) -> tuple[str, ...]:
         return self.state if group["momentum"] else ()
 
     def counts_steps(self, numbers: Numbers) -> bool:
@@ -292,7 +292,7 @@ class SgdRule(NativeRule):
         param: Tensor,
         states: Sequence[Any],
         grad: Tensor,
-        group: Group,
+        group: ParamGroup,
         step: int,
         fresh: bool,
         **options: Unpack[ops.Options],

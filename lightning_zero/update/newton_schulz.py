@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.update.native import Group
+from lightning_zero.update.native import ParamGroup
 from lightning_zero.update.shell import loss_by
 from lightning_zero.update.two_places import StepInParts
 
@@ -35,7 +35,7 @@ class BatchedMuon(torch.optim.Muon):
 
     dtypes_stated = True  # of all tensors that it makes; see `TorchUpdater.alike_under`
 
-    def at_once(self, group: Group, shape: torch.Size, device: torch.device) -> int:
+    def at_once(self, group: ParamGroup, shape: torch.Size, device: torch.device) -> int:
         """The most matrices of a shape that are iterated on together on ``device``.
 
         On the meta device there is no limit, so that a trial with some number of matrices measures the memory which
@@ -53,7 +53,7 @@ class BatchedMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the matrices that have a gradient; returns what ``closure`` returns, or None without one."""
         loss = loss_by(closure)
-        groups, single = self.param_groups, list[Group]()
+        groups, single = self.param_groups, list[ParamGroup]()
         for group in groups:
             alone: list[Tensor] = []
             for members in self._batches(group):
@@ -69,7 +69,7 @@ class BatchedMuon(torch.optim.Muon):
             self.param_groups = groups
         return loss
 
-    def _batches(self, group: Group) -> list[list[Tensor]]:
+    def _batches(self, group: ParamGroup) -> list[list[Tensor]]:
         """Sort the parameters with a gradient into batches. One that torch's step must update is a batch of its own."""
         batches: list[list[Tensor]] = []
         by_shape: dict[Any, list[Tensor]] = {}  # for each shape and device the batch that parameters are added to
@@ -89,7 +89,7 @@ class BatchedMuon(torch.optim.Muon):
                 by_shape[key] = batch
         return batches
 
-    def _update(self, group: Group, members: Sequence[Tensor]) -> None:
+    def _update(self, group: ParamGroup, members: Sequence[Tensor]) -> None:
         """Update matrices of equal shape with the arithmetic of torch's step."""
         parts, first = MuonInParts(), members[0]
         updates = torch.empty(len(members), *first.shape, dtype=parts.dtype, device=first.device)
@@ -109,22 +109,22 @@ class MuonInParts:
 
     dtype = torch.bfloat16
 
-    def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def fits(self, group: ParamGroup, shape: torch.Size, dtype: torch.dtype) -> bool:
         # torch adds a transposed update to bf16 values with other roundings than a contiguous update.
         plain = dtype.is_floating_point and dtype != torch.bfloat16
         return plain and len(shape) == 2 and shape.numel() > 0 and bool(group.get("on_device", True))
 
-    def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
+    def prepare(self, group: ParamGroup, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         into.copy_(gradient.lerp(average, group["momentum"]) if group["nesterov"] else average)
 
-    def compute(self, group: Group, batch: Tensor) -> None:
+    def compute(self, group: ParamGroup, batch: Tensor) -> None:
         for matrices in (batch,) if group.get("batched") else batch:
             matrices.copy_(orthogonalized(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"]))
 
-    def apply(self, group: Group, parameter: Tensor, update: Tensor) -> None:
+    def apply(self, group: ParamGroup, parameter: Tensor, update: Tensor) -> None:
         rate: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.add_(update, alpha=-(rate * _scale(group["adjust_lr_fn"], *parameter.shape)))

@@ -25,7 +25,7 @@ from lightning_zero.storage import Lane, Memory, Rested, Ticket
 from lightning_zero.storage.executor import Staged
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.update.footprint import Apart, Footprint
-from lightning_zero.update.native import Group
+from lightning_zero.update.native import ParamGroup
 from lightning_zero.update.rules import Traits, settings_of
 from lightning_zero.update.sizes import Passing
 from lightning_zero.update.state import WholeState
@@ -52,11 +52,11 @@ class StepInParts(Protocol):
 
     dtype: torch.dtype
 
-    def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def fits(self, group: ParamGroup, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether these parts can update a parameter of this shape with masters of ``dtype``."""
         ...
 
-    def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
+    def prepare(self, group: ParamGroup, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
         """Do the first part: update the state, and write the input of the second part to ``into``.
 
         Args:
@@ -67,11 +67,11 @@ class StepInParts(Protocol):
         """
         ...
 
-    def compute(self, group: Group, batch: Tensor) -> None:
+    def compute(self, group: ParamGroup, batch: Tensor) -> None:
         """Do the second part: replace each input in ``batch``, ``[batch, *shape]``, by its update."""
         ...
 
-    def apply(self, group: Group, parameter: Tensor, update: Tensor) -> None:
+    def apply(self, group: ParamGroup, parameter: Tensor, update: Tensor) -> None:
         """Do the third part: change the values of ``parameter`` in place by ``update``, which has its shape."""
         ...
 
@@ -111,7 +111,11 @@ class TwoPlacesUpdater(WholeUpdater):
             super().expect(view)
 
     def _apart(
-        self, segments: Iterable[Segment], groups: Mapping[int, Group], parameters: Sequence[Tensor], dtype: torch.dtype
+        self,
+        segments: Iterable[Segment],
+        groups: Mapping[int, ParamGroup],
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
     ) -> dict[Segment, torch.Size]:
         """The segments that are updated in two places, with the shapes of their parameters."""
         shapes = {segment: parameters[segment.param].shape for segment in segments}
@@ -153,7 +157,7 @@ class TwoPlacesUpdater(WholeUpdater):
             apart=Apart(most + form.number * form.nbytes, form.number * staged_size(form.nbytes), moved),
         )
 
-    def _taken_by(self, group: Group, shape: torch.Size, dtype: torch.dtype, count: int) -> tuple[int, int]:
+    def _taken_by(self, group: ParamGroup, shape: torch.Size, dtype: torch.dtype, count: int) -> tuple[int, int]:
         """Temporary bytes on the host for one parameter, and on the device for ``count``, from a trial on meta."""
         key = settings_of(group), shape, dtype, count
         if key not in self._taken:
@@ -171,7 +175,7 @@ class TwoPlacesUpdater(WholeUpdater):
         return self._taken[key]
 
 
-def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) -> list[list[Segment]]:
+def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, ParamGroup]) -> list[list[Segment]]:
     """Sort segments into batches that go to the device together. Those of a batch have one shape and one group.
 
     A batch has at most ``_BATCH`` elements, or is one larger parameter.

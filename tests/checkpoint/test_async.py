@@ -22,7 +22,7 @@ from strategy.fits import Recipe, make_trainer
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
 from lightning_zero.checkpoint.commit import Draft
-from lightning_zero.checkpoint.tiles import TILE, snapshot
+from lightning_zero.checkpoint.tiles import TILE, copy_to_host
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import InlineExecutor
 
@@ -34,7 +34,7 @@ def hold_and_let_go(nbytes: int) -> tuple[int, int]:
     for _ in range(2):  # the C allocator keeps blocks as large as those that it has seen freed
         torch.ones(TILE // 4)
     values, start = torch.ones(nbytes // 4), resident()
-    held = snapshot(values.split(TILE // 4), InlineExecutor())
+    held = copy_to_host(values.split(TILE // 4), InlineExecutor())
     above = [torch.ones(100) for _ in range(2000)]  # what training allocates meanwhile
     held_bytes = resident() - start
     del held

@@ -52,7 +52,7 @@ from lightning_zero.config import (
 from lightning_zero.config.application import _prepared
 from lightning_zero.config.builders import build_group
 from lightning_zero.config.errors import groups_of_application, run_with_clear_errors
-from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
+from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, OffloadStore, StrategyConf
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.update import CPUOptimizer
 from lightning_zero.update.native import Numbers
@@ -499,7 +499,7 @@ def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
     assert f"{store!r} {store}" == "'cpu' cpu"
     options = build_trainer(composed("strategy=zero2_offload")).strategy.options
     assert type(options.offload_optimizer) is type(options.offload_params) is str  # a checkpoint holds them
-    assert StrategyConf().offload_params is Store.none
+    assert StrategyConf().offload_params is OffloadStore.none
 
 
 @each_option("strategy")

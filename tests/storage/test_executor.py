@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.checkpoint.tiles import snapshot
+from lightning_zero.checkpoint.tiles import copy_to_host
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy
 from lightning_zero.storage import DONE, Executor, HostStore, InlineExecutor, Lane, Ticket
@@ -287,11 +287,11 @@ def test_what_is_its_own_master_is_fetched_from_the_device_by_nobody() -> None:
 
 def test_the_copy_of_a_checkpoint_goes_through_it() -> None:
     executor, tiles = Recorder(), [torch.ones(3), torch.arange(5.0)]
-    copies = snapshot(tiles, executor)
+    copies = copy_to_host(tiles, executor)
     tiles[0].zero_()
     assert copies[0].tolist() == [1.0] * 3
     assert executor.lanes == {Lane.D2H: 2}
-    assert snapshot(tiles, Deferred())[1].tolist() == tiles[1].tolist()
+    assert copy_to_host(tiles, Deferred())[1].tolist() == tiles[1].tolist()
 
 
 # ------------------------------------------------------------------------------------------------------ the contract
