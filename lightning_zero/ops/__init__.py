@@ -21,6 +21,7 @@ except ImportError as error:
 from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import (
     SQUARES_PIECE,
+    SQUARES_ROW,
     RunningSquares,
     accumulate_,
     add_,
@@ -60,6 +61,7 @@ __all__ = [
     "BLOCK",
     "SIGNAL_BYTES",
     "SQUARES_PIECE",
+    "SQUARES_ROW",
     "DiskBackend",
     "DiskPool",
     "Options",

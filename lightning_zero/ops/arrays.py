@@ -18,6 +18,7 @@ from lightning_zero.ops.threads import get_num_threads, positive
 LANES = ROWS = 16  # `kLanes` and `kRows` of reduce.h
 LEVELS = 3  # levels of rows in a piece
 SQUARES_PIECE = ROWS**LEVELS * LANES  # number of elements in a piece, whose squares the kernel sums separately
+SQUARES_ROW = ROWS * SQUARES_PIECE  # number of elements in a row of pieces: their sums are added before those of others
 
 
 def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
@@ -70,26 +71,32 @@ class RunningSquares:
 
     def __init__(self, numel: int) -> None:
         self._left = numel  # number of elements that have not been summed
-        self._sums: list[float] = []
+        self._rows: list[float] = []
+        self._sums: list[float] = []  # of pieces that wait for the rest of their row
         self._piece: list[Tensor] = []  # copies of elements that wait for the rest of their piece
 
     def add(self, part: Tensor) -> None:
-        """Takes the next elements (1-D), which may change afterwards; uses one thread, since it runs beside others."""
+        """Takes the next elements (1-D), which may change afterwards. Threads share a row that comes as a whole."""
         waiting = sum(each.numel() for each in self._piece)
         while part.numel():
-            size = min(SQUARES_PIECE, self._left)
+            row = min(SQUARES_ROW, self._left)
+            whole = not (waiting or self._sums) and part.numel() >= row
+            size = row if whole else min(SQUARES_PIECE, self._left)
             taken, part = part[: size - waiting], part[size - waiting :]
             if waiting + taken.numel() < size:
                 self._piece.append(taken.clone())
                 return
             piece = torch.cat([*self._piece, taken]) if self._piece else taken
-            self._sums.append(sum_of_squares(piece, threads=1))
+            (self._rows if whole else self._sums).append(sum_of_squares(piece))
             self._left, self._piece, waiting = self._left - size, [], 0
+            if len(self._sums) == ROWS:
+                self._rows.append(_add_up(self._sums))
+                self._sums = []
 
     def total(self) -> float:
         """The sum; all elements must have been added."""
         assert not self._left, f"{self._left} elements have not been added"
-        return _add_up(self._sums)
+        return _add_up([*self._rows, _add_up(self._sums)])  # to add zero changes no bit
 
 
 def add_(total: Tensor, values: Tensor, *, isa: str | None = None, threads: int | None = None) -> None:

@@ -142,7 +142,7 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
             self._lanes.add_up(shard, sharded)
         passes = notes_squares(placement, sharded.dtype, not self._empty, more)
         self.known_squares = squares_known(placement, not self._empty, more) or passes
-        if passes and not self._empty:
+        if passes and not self._empty and sharded.memory == "disk":  # a piece of the sum may lie in two tiles
             self._account.touch(Bytes(host=min(ops.SQUARES_PIECE, shard.numel) * sharded.dtype.itemsize))
         self._move_tiles(reads=not self._empty)
         moved = (sharded if self._empty else shard).nbytes  # it is converted before, or when it is added

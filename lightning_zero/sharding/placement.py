@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -157,6 +157,7 @@ class BucketPlacement(NamedTuple):
         what: str,
         after: Sequence[Ticket] = (),
         lane: Lane = Lane.HOST,
+        add: Callable[[Tensor, Tensor], object] = ops.accumulate_,
     ) -> Ticket:
         """Begin to add ``source`` to ``target``.
 
@@ -167,16 +168,17 @@ class BucketPlacement(NamedTuple):
             what: purpose, for messages and traces.
             after: tickets of work on ``target`` that must end before.
             lane: lane in which a sum in host memory is computed.
+            add: adds its second argument, in the memory of ``target``, to ``target``, its first one.
         """
         if memory == "device":
             for ticket in after:
                 ticket.wait()
-            target.add_(source)
+            add(target, source)
             return DONE
         with self._copying(("device", memory)):
             if source.device == target.device:
-                return self.executor.submit(partial(ops.accumulate_, target, source), lane, what, after)
-            return self.executor.receive(source, partial(ops.accumulate_, target), what, after, lane)
+                return self.executor.submit(partial(add, target, source), lane, what, after)
+            return self.executor.receive(source, partial(add, target), what, after, lane)
 
     def on_host(self, values: Tensor, what: str) -> Tensor:
         """A copy of ``values`` on the CPU, or ``values`` itself if it is there."""

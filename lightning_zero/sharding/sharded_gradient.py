@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,17 +40,20 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summe
 
 
 def notes_squares(placement: BucketPlacement, dtype: torch.dtype, again: bool, more: bool) -> bool:
-    """Whether the squares of a gradient that rests on a disk are summed while it passes through host memory.
+    """Whether the squares of a gradient are summed while it is added up in host memory, or passes through it to a disk.
 
     Args:
         placement: placement of the bucket.
         dtype: dtype of the gradient.
         again: whether it is added to values that have arrived before. The first values pass through host memory only
-            on a CPU rank.
+            on a CPU rank, on their way to a disk.
         more: whether further values will be added to it.
     """
-    known = placement.rests_gradients and dtype != torch.float64 and not more
-    return known and (again or ops.runs_on(placement.device))
+    if dtype == torch.float64 or more:
+        return False
+    if again:
+        return placement.optimizer_store.memory == "host"
+    return placement.rests_gradients and ops.runs_on(placement.device)
 
 
 def squares_known(placement: BucketPlacement, again: bool, more: bool) -> bool:
@@ -68,10 +72,10 @@ def squares_known(placement: BucketPlacement, again: bool, more: bool) -> bool:
 
 
 class _Summing:
-    """Sums the squares of ranges of a shard while its values pass through host memory tile by tile.
+    """Adds the last values to a shard in host memory, and sums the squares of ranges of the result on the way.
 
     Attributes:
-        work: ticket of the last submitted job.
+        work: ticket of the last submitted job that calls :meth:`add`.
 
     Args:
         ranges: the ranges whose squares are summed.
@@ -79,21 +83,21 @@ class _Summing:
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._sums = {each: ops.RunningSquares(each[1] - each[0]) for each in ranges}
+        self._cuts = sorted({cut for low, high in ranges for cut in (*range(low, high, ops.SQUARES_ROW), high)})
         self.work = DONE
 
-    def submit(self, placement: BucketPlacement, start: int, values: Tensor, what: str, after: Ticket) -> Ticket:
-        """Submit a job that adds the squares of ``values``, the elements from ``start`` on, after ``after`` has ended.
+    def add(self, start: int, total: Tensor, values: Tensor) -> None:
+        """Add ``values`` to ``total``, the elements from ``start`` on; parts of a shard must come in order.
 
-        Tiles must be submitted in order. The job runs in the lane of writes, in which micro-batches are summed, too. If
-        a tile fails, all following ones do.
+        What becomes a row of a range's sum is added at a time, so that it is still in the cache when it is summed.
         """
-        job = partial(self._add, start, values)
-        self.work = placement.executor.submit(job, Lane.WRITE, what, [self.work, after])
-        return self.work
-
-    def _add(self, start: int, values: Tensor) -> None:
-        for (low, high), running in self._sums.items():
-            running.add(values[max(low - start, 0) : max(high - start, 0)])
+        stop = start + total.numel()
+        for low, high in pairwise((start, *(cut for cut in self._cuts if start < cut < stop), stop)):
+            part = total[low - start : high - start]
+            ops.accumulate_(part, values[low - start : high - start])
+            for (first, last), running in self._sums.items():
+                if first < high and low < last:
+                    running.add(part[max(first - low, 0) : last - low])
 
     def totals(self) -> dict[Range, float]:
         """The sums by range; ``work`` must have ended."""
@@ -139,7 +143,8 @@ class ShardedGradient:
             Who reads them must :meth:`await_reduction`.
         reduced: the last reduction that goes on beside the training, which calls :meth:`add`.
 
-    When CPU ranks write values to a disk, the values need not be read again for the norm: see :meth:`squares_of`.
+    Where the last values are added in host memory, or CPU ranks write values to a disk, squares are summed on the way,
+    so that the values need not be read again for the norm: see :meth:`squares_of`.
 
     Args:
         name: name of the bucket.
@@ -200,9 +205,8 @@ class ShardedGradient:
         before, work = (self._arriving, self._lent_to), DONE
         for low, high in self._in_turn(held, 0, self._numel, fetched=again):
             target, arrived = held.open(low, high, blank=not again)
-            work = (self._sum if again else self._copy)(target, values[low:high], (*before, arrived))
-            if self._summing is not None:
-                work = self._summing.submit(placement, low, target, self._name, work)
+            part, after = values[low:high], (*before, arrived)
+            work = self._sum(low, target, part, after) if again else self._copy(target, part, after)
             held.commit(low, high, after=[work])
         self._arriving = work if held.tile is None else DONE  # reading a tile waits for the writes of that tile
         self._lent_to = DONE  # `work` runs after it
@@ -232,11 +236,16 @@ class ShardedGradient:
     def _copy(self, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
         return self._placement.move(target, values, ("device", self._store.memory), self._name, after)
 
-    def _sum(self, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
+    def _sum(self, start: int, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
         # On a disk not in the lane of updates: an update in it may be waiting for memory that is freed only after the
         # sum has been written.
         lane = Lane.WRITE if self._placement.rests_gradients else Lane.HOST
-        return self._placement.accumulate(target, values, self._store.memory, self._name, after, lane)
+        accumulate, memory, summing = self._placement.accumulate, self._store.memory, self._summing
+        if summing is None:
+            return accumulate(target, values, memory, self._name, after, lane)
+        in_order = (*after, summing.work)  # if a tile fails, all following ones do
+        summing.work = accumulate(target, values, memory, self._name, in_order, lane, partial(summing.add, start))
+        return summing.work
 
     def await_reduction(self) -> None:
         """Let the current stream wait for the reductions of the values that go on beside it."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from helpers import models
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero import ops
 from lightning_zero.engine import Engine
-from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
+from lightning_zero.sharding.layout import runs
 from lightning_zero.storage import (
     DeviceStore,
     DiskStore,
@@ -340,3 +343,26 @@ def test_a_norm_that_was_known_early_follows_what_becomes_of_gradients(device: t
         assert parameter.grad is not None
         parameter.grad.mul_(2)
     assert engine.grad_norm(optimizer) == pytest.approx(2 * norm)
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_norm_of_several_micro_batches_reads_no_gradient(device: torch.device, overflow: bool) -> None:
+    """Nor do an overflow in the first one, and clipping; the norm has the bits of one that reads them."""
+    session = start(Case(2, micro=2, precision=BF16), StreamExecutor(device), device)
+    engine, optimizer, squares = session.engine, session.optimizer, 0.0
+    (one, other), *_ = models.make_batches(1, 2, 1)
+    with mock.patch.object(ShardedGradient, "read", side_effect=AssertionError("a gradient is read")):
+        for (batch,), last in ((one, False), (other, True)):
+            with engine.forward_context():
+                loss = models.next_token_loss(session.model, batch.to(device))
+            driver.backward(engine, loss * math.inf if overflow and not last else loss, last=last)
+        norm = engine.clip_grad_norm_(optimizer, 1e-3)
+        clipped = engine.grad_norm(optimizer)
+    for bucket in engine.buckets:
+        for run in runs(bucket.segments, lambda _: True, gap=bucket.layout.align - 1):
+            squares += ops.sum_of_squares(engine.gradients_of(bucket).sharded.read(run.start, run.stop))
+    assert math.isfinite(squares) == math.isfinite(norm) == (not overflow)
+    if not overflow:
+        assert norm == math.sqrt(squares) > 1e-3
+        assert clipped == pytest.approx(1e-3, rel=1e-4)

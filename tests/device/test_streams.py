@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
+from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.masters import StoreHome
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
@@ -235,6 +236,23 @@ def test_a_gradient_is_written_to_a_disk_when_it_has_come(device: torch.device, 
         gradient.add(values.to(device))
         assert gradient.read(0, len(values)).equal(times * values)
     assert (gradient.memory, gradient.nbytes) == ("disk", values.nbytes)
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_squares_are_summed_when_the_host_adds_the_last_values(device: torch.device) -> None:
+    """With the bits of a sum over the result."""
+    executor, policy, precision = StreamExecutor(device), ShardingPolicy.from_stage(2), MixedPrecisionPolicy()
+    store, parameters, numel = HostStore(pin_for=device), DeviceStore(device), 2 * ops.SQUARES_ROW + 200
+    placement = BucketPlacement(Mesh.single(), policy, precision, device, store, parameters, executor)
+    segments = [Segment(0, 3, 70, 0), Segment(1, 100, numel - 107, 0)]
+    gradient, values = ShardedGradient("a", numel, placement, segments), torch.randn(numel)
+    for more in (True, True, False):
+        gradient.add(values.to(device), more)
+    noted = [gradient.squares_of(segment.start, segment.stop) for segment in segments]
+    assert noted == [ops.sum_of_squares(gradient.read(segment.start, segment.stop)) for segment in segments]
+    assert gradient.read(0, numel).equal(values + values + values)
+    gradient.change(0, 1, Tensor.zero_)
+    assert gradient.squares_of(3, 73) is None
 
 
 @pytest.mark.device("lazy")

@@ -53,10 +53,11 @@ def test_threads_and_addresses_change_no_bit(dtype: torch.dtype) -> None:
         values = ordinary(count, dtype, torch.Generator().manual_seed(count))
         total = ops.sum_of_squares(values, threads=1)
         assert ops.sum_of_squares_in_pieces(values.split(ops.SQUARES_PIECE)).hex() == total.hex()
-        running = ops.RunningSquares(count)
-        for part in values.split(PIECE * 2 // 3):
-            running.add(part)
-        assert running.total().hex() == total.hex()
+        for size in (PIECE * 2 // 3, 5 * PIECE, 16 * PIECE, 17 * PIECE):
+            running = ops.RunningSquares(count)
+            for part in values.split(size):
+                running.add(part)
+            assert running.total().hex() == total.hex()
         assert abs(total - exact(values)) <= bound(count) * exact(values)
         for threads in range(1, 9):
             view, _ = placed(values, 2 * threads + 1)
