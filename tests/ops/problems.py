@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -230,18 +229,3 @@ def fresh(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def digest(isa: str | None = None, count: int = 1003) -> str:
-    """A hash of what all rules compute from fixed numbers, in some layouts; the same in every process."""
-    generator = torch.Generator().manual_seed(17)
-    result = hashlib.sha256()
-    for rule in RULES.values():
-        for layout in layouts(rule)[::5]:
-            tensors = make_tensors(rule, layout, count, ordinary, generator)
-            rule(tensors, step=3, isa=isa, copy_ties=MASTERS[layout.master].ties, seed=5, index=2**32 - 500)
-            for tensor in tensors.values():
-                result.update(tensor.view(torch.uint8).numpy().tobytes())
-    for dtype in FLOATS:
-        result.update(ops.sum_of_squares(ordinary(count, dtype, generator), isa=isa).hex().encode())
-    return result.hexdigest()

@@ -78,16 +78,6 @@ def test_every_length_and_address(dtype: torch.dtype) -> None:
                 assert ops.sum_of_squares(view, isa=isa).hex() == expected.hex()
 
 
-@pytest.mark.slow
-def test_a_large_odd_length() -> None:
-    values = ordinary(2**24 + 77, torch.float32, torch.Generator().manual_seed(4))
-    total = ops.sum_of_squares(values, threads=1, isa="scalar")
-    assert abs(total - exact(values)) <= bound(values.numel()) * exact(values)
-    for isa in ops.supported_isas():
-        for threads in (1, 2, 7):
-            assert ops.sum_of_squares(values, threads=threads, isa=isa).hex() == total.hex()
-
-
 @pytest.mark.parametrize("isa", ops.supported_isas())
 @pytest.mark.parametrize("count", [1, 17, 1000, PIECE + 40])
 @pytest.mark.parametrize("dtype", FLOATS)
