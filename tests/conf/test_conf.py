@@ -85,11 +85,6 @@ def each_option(*groups: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("group", "option"), [(g, o) for g in groups for o in options(g)])
 
 
-def slow(*values: Any) -> list[Any]:
-    """Values of a parameter with which a test is slow: another one goes the same way."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def write_application(folder: Path) -> Path:
     """The configuration folder of an application that uses every group."""
     (folder / "main.yaml").write_text(PRIMARY)
@@ -542,25 +537,14 @@ def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     return run
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run_dir=x", "hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"],
-        *slow(
-            ["run_dir=x", "hydra.run.dir='rank ${oc.env:RANK}'", "--config-dir", "experiment"],
-            ["--config-dir", "experiment", "--multirun", "run_dir=x"],
-        ),
-    ],
-)
-def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
+def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]]) -> None:
+    words = ["run_dir=x", "hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"]
     first, second = run_rank(0, *words), run_rank(1, *words)
     assert [job.runtime.output_dir for job in first] == [job.runtime.output_dir for job in second]
     assert [job.job.name for job in second] == ["train_rank_1"]
 
 
-@pytest.mark.parametrize(
-    "words", [["-c", "job"], ["--version"], *slow(["--info", "searchpath"], ["-h"], ["--hydra-help"])]
-)
+@pytest.mark.parametrize("words", [["-c", "job"], ["--version"]])
 def test_a_rank_that_only_prints_waits_for_no_other(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
     code = None
     try:
@@ -692,20 +676,11 @@ def test_refused_values_name_what_would_be_right(
         assert part in message
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "++trainer.max_steps=3",
-        "+tag=a",
-        "+more@trainer=long",
-        *slow("+trainer.min_steps=3", "+run_dir.more=x", "+hydra.job.env_set.A=b", "+more=global"),
-    ],
-)
+@pytest.mark.parametrize("override", ["++trainer.max_steps=3", "+tag=a", "+more@trainer=long"])
 def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     (folder / "main.yaml").write_text(PRIMARY.replace("run_dir: ???", "run_dir: {name: '${oc.select:tag,b}'}"))
     (folder / "more").mkdir()
     (folder / "more" / "long.yaml").write_text("min_steps: 3\n")
-    (folder / "more" / "global.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 2\n")
     seen = []
     monkeypatch.setattr(sys, "argv", ["main.py", override, f"hydra.run.dir={folder}/run"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
