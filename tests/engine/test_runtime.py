@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
-from engine.cases import every_stage, every_stage_and_rank, make_model
+from engine.cases import every_stage, every_stage_and_rank, make_model, stages_on
 from engine.driver import Meshes, Session, Setup, assert_close, assert_equal
 from helpers import models, place
 from helpers.ranks import RankPool, ranks
@@ -856,7 +856,7 @@ def plain_script(script: Callable[[Loop], None], world: int) -> dict[str, Tensor
     return model.state_dict()
 
 
-@every_stage_and_rank
+@stages_on((1, 2), (3, 2), slow=[(2, 2), (3, 1)])
 def test_a_loop_does_what_it_does_in_torch(pool: RankPool, stage: int) -> None:
     ours, wrong = pool.run_within(60, run_scripts, Setup(stage, offload=stage > 1)), []
     for script in SCRIPTS:

@@ -334,9 +334,8 @@ def test_training_is_that_after_ordinary_initialization(pool2: RankPool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", [2, 4], indirect=True)
-def test_training_of_more_models(pool: RankPool) -> None:
-    check_trials(pool, TRIALS)
+def test_training_of_more_models(pool2: RankPool) -> None:
+    check_trials(pool2, TRIALS)
 
 
 def test_replicas_of_shard_groups(pool4: RankPool) -> None:

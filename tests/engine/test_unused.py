@@ -33,7 +33,7 @@ def optional(setup: Setup, flagged: Flagged, optimizer: str = "adamw", **options
     return Case(setup, optimizer, "optional", flagged=flagged, **options)  # type: ignore[arg-type]
 
 
-@stages_on((3, 2), slow=[(0, 2), (1, 2), (2, 4)])
+@stages_on((3, 2), slow=[(1, 2), (2, 4)])
 def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage: int) -> None:
     setup = Setup(stage, offload=stage > 1)
     cases = [optional(setup, flagged) for flagged in PATTERNS]

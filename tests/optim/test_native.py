@@ -239,8 +239,6 @@ def test_all_of_torchs_optimizers_run_by_kernels(pool: RankPool) -> None:
     [
         (1, models.not_in_step_1),
         pytest.param(3, models.only_in_step_1, marks=pytest.mark.slow),
-        pytest.param(3, models.not_in_step_1, marks=pytest.mark.slow),
-        pytest.param(1, models.only_in_step_1, marks=pytest.mark.slow),
     ],
 )
 def test_a_parameter_that_rests_keeps_its_own_step(
