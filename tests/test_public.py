@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.ranks import RankPool
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
+from lightning_zero.integration import registration
 
 NAMES = ["zero0", "zero1", "zero2", "zero3"]
 NAMES = sorted([*NAMES, "zero_auto", *(f"{name}{place}" for name in NAMES[1:] for place in ("_offload", "_nvme"))])
@@ -63,15 +66,21 @@ def test_every_folder_is_an_attribute() -> None:
     assert {*lightning_zero.__all__, *parts} - {"conf"} <= set(dir(lightning_zero))
 
 
+def ask_pytorch_lightning() -> None:
+    """Where it is imported after the package, and then as if it had been imported before."""
+    assert "pytorch_lightning" not in sys.modules
+    import pytorch_lightning as pl
+
+    for register in (lambda: None, registration.register):
+        register()
+        with pytest.raises(ImportError, match=r"import lightning\.pytorch as pl"):
+            pl.Trainer(strategy="zero2", accelerator="cpu")
+        pl.strategies.StrategyRegistry.remove("zero2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "imports", ["pytorch_lightning as pl, lightning_zero", "lightning_zero, pytorch_lightning as pl"]
-)
-def test_pytorch_lightning_is_told_what_to_import(imports: str) -> None:
-    code = f"import {imports}; pl.Trainer(strategy='zero2', accelerator='cpu')"
-    result = run_python(code)
-    assert result.returncode == 1
-    assert "import lightning.pytorch as pl" in result.stderr
+def test_pytorch_lightning_is_told_what_to_import(new_ranks: Callable[[int], RankPool]) -> None:
+    new_ranks(1).run(ask_pytorch_lightning)
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:

@@ -26,12 +26,10 @@ CASES = [Case(Setup(2), "momentum"), Case(Setup(3, offload=True, native="auto"),
 
 
 @pytest.fixture(scope="module")
-def simulated_pool() -> Iterator[SimulatedPool]:
-    server = ForkServer()
-    pool = SimulatedPool(sim.LAZY, 2, server, **where.rank_options(sim.DEVICE, 2))
+def simulated_pool(fork_server: ForkServer) -> Iterator[SimulatedPool]:
+    pool = SimulatedPool(sim.LAZY, 2, fork_server, **where.rank_options(sim.DEVICE, 2))
     yield pool
     pool.close()
-    server.close()
 
 
 def parameters_of_an_engine() -> tuple[str, list[Tensor]]:

@@ -350,12 +350,11 @@ def test_the_environment_binds_the_workers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["x", "5-", "100000"])
-def test_wrong_cores_are_refused_when_the_package_is_imported(value: str) -> None:
-    result = child("", LIGHTNING_ZERO_CORES=value)
+def test_wrong_cores_are_refused_when_the_package_is_imported() -> None:
+    result = child("", LIGHTNING_ZERO_CORES="100000")
     assert result.returncode == 1
     assert "ValueError" in result.stderr
-    assert value in result.stderr
+    assert "100000" in result.stderr
 
 
 @needs_affinity
