@@ -142,7 +142,7 @@ def test_activations_in_host_memory_change_no_bit(device: torch.device, number: 
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{case}" for case in CASES])
 def test_they_change_no_bit_in_any_schedule(device: torch.device, number: int) -> None:
-    for seed in range(3, 11):  # after those of the fast one
+    for seed in range(3, 6):  # after those of the fast one
         assert_unchanged(dataclasses.replace(CASES[number], seed=seed), device, LIMITS[seed % len(LIMITS)], seed)
 
 

@@ -309,7 +309,7 @@ def test_overlapped_is_inline(device: torch.device, case: Case) -> None:
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlapped_is_inline_in_every_schedule(device: torch.device, case: Case) -> None:
-    for seed in range(8):  # `test_adversarial.py` draws more, with the cases
+    for seed in range(len(LIMITS)):  # `test_adversarial.py` draws more, with the cases
         if device.type == sim.DEVICE:
             torch.accelerator.synchronize()
             sim.install().schedule("random", seed)
