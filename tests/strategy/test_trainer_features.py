@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from lightning_zero import ZeroPrecision
 
-NAMES = pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
+NAMES = ("zero2", "zero3_offload")
+every_name = pytest.mark.parametrize("name", NAMES)
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
@@ -29,6 +32,11 @@ PROFILERS: dict[str, type[Profiler]] = {
     "pass": PassThroughProfiler,
 }
 pytestmark = pytest.mark.slow
+
+
+def with_one_name(what: str, values: Iterable[str]) -> pytest.MarkDecorator:
+    """Each value with one of the names, in turn."""
+    return pytest.mark.parametrize(("name", what), list(zip(itertools.cycle(NAMES), values, strict=False)))
 
 
 def profile(name: str, kind: str, folder: str) -> tuple[dict[str, Tensor], str]:
@@ -44,8 +52,7 @@ def profile(name: str, kind: str, folder: str) -> tuple[dict[str, Tensor], str]:
     return state_of(trainer), written[0].read_text() if written else ""
 
 
-@NAMES
-@pytest.mark.parametrize("kind", PROFILERS)
+@with_one_name("kind", PROFILERS)
 @pytest.mark.filterwarnings("ignore")
 def test_profilers(pool2: RankPool, name: str, kind: str, tmp_path: Path) -> None:
     weights, text = pool2.run(profile, name, kind, str(tmp_path))[0]
@@ -76,7 +83,7 @@ def log(name: str, folder: str) -> None:
     trainer.fit(Logging(MOMENTUM))
 
 
-@NAMES
+@every_name
 def test_loggers(pool2: RankPool, name: str, tmp_path: Path) -> None:
     """The same rows, once."""
     tables = []
@@ -96,7 +103,7 @@ def log_for_tensorboard(name: str, folder: str) -> None:
     trainer.fit(Logging(MOMENTUM))
 
 
-@NAMES
+@every_name
 def test_tensorboard(pool2: RankPool, name: str, tmp_path: Path) -> None:
     """The same curves, in one file."""
     accumulators = pytest.importorskip(
@@ -164,8 +171,7 @@ def find_rate(name: str, folder: str, mode: str) -> tuple[Any, float, dict[str, 
     return found.results, lit.lr, state_of(trainer)
 
 
-@NAMES
-@pytest.mark.parametrize("mode", ["exponential", "linear"])
+@with_one_name("mode", ["exponential", "linear"])
 @pytest.mark.filterwarnings("ignore")
 def test_the_learning_rate_is_found(pool2: RankPool, name: str, mode: str, tmp_path: Path) -> None:
     found, rate, weights = pool2.run(find_rate, name, str(tmp_path), mode)[0]
@@ -194,8 +200,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-@NAMES
-@pytest.mark.parametrize("flag", FLAGS)
+@with_one_name("flag", FLAGS)
 @pytest.mark.filterwarnings("ignore")
 def test_flags(pool2: RankPool, name: str, flag: str) -> None:
     assert_same(pool2.run(fit_flags, name, **FLAGS[flag])[0], pool2.run(fit_flags, DDP, **FLAGS[flag])[0])
@@ -214,7 +219,7 @@ def fit_plugins(name: str, folder: str) -> dict[str, Tensor]:
     return {key.removeprefix("model."): value for key, value in saved.items()}
 
 
-@NAMES
+@every_name
 @pytest.mark.filterwarnings("ignore")
 def test_plugins_together(pool2: RankPool, name: str, tmp_path: Path) -> None:
     saved = pool2.run(fit_plugins, name, str(tmp_path))[0]
@@ -224,13 +229,13 @@ def test_plugins_together(pool2: RankPool, name: str, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- callbacks that change the weights
 
 
-@NAMES
+@every_name
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_stochastic_weight_averaging(pool2: RankPool, name: str) -> None:
     assert_same(pool2.run(fit_swa, name, Lit)[0].weights, pool2.run(fit_swa, DDP, Lit)[0].weights)
 
 
-@NAMES
+@every_name
 def test_pruning(pool2: RankPool, name: str, tmp_path: Path) -> None:
     actual, expected = (pool2.run(fit_pruned, each, True, str(tmp_path / each))[0] for each in (name, DDP))
     assert_same(actual.weights, expected.weights)
