@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from device import accelerator, build, sim
+from helpers.pairs import pairwise
 from helpers.ranks import RankError, RankPool
 from torch.utils._pytree import tree_map
 
@@ -46,6 +48,13 @@ def cases(schedules: Iterable[str], cuda: bool) -> list[Any]:
     if cuda and torch.cuda.is_available():
         params.append(pytest.param(Where("cuda"), id="cuda", marks=pytest.mark.gpu))
     return params
+
+
+def every_case(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Runs a test for all combinations where there is a GPU; for the simulated device alone those of `pairwise` do."""
+    if torch.cuda.is_available():
+        return pytest.mark.parametrize(list(axes), list(itertools.product(*axes.values())))
+    return pairwise(**axes)
 
 
 class DevicePool:

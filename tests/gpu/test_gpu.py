@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.resuming import run
-from device.where import DevicePool
+from device.where import DevicePool, every_case
 from helpers import models
 from helpers.ranks import slow_unless
 from lightning import LightningModule
@@ -256,7 +256,8 @@ def peak_memory(name: str, precision: str, accelerator: str) -> int:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_offloading_saves_device_memory(device_pool1: DevicePool, precision: str) -> None:
     accelerator = device_pool1.where.accelerator
-    peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in NAMES}
+    names = ("zero0", "zero1_offload", "zero2_offload", "zero3_offload")
+    peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in names}
     assert peaks["zero2_offload"] < 0.6 * peaks["zero0"]
     assert peaks["zero1_offload"] < 0.7 * peaks["zero0"]
     assert peaks["zero3_offload"] < 0.5 * peaks["zero2_offload"]
@@ -370,10 +371,7 @@ def test_the_precision_table_holds_on_a_device(device_pool1: DevicePool, asked: 
 
 @pytest.mark.slow
 @on_device
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("name", NAMES)
+@every_case(optimizer=["adamw", "momentum"], micro=[1, 3], precision=["16-mixed", "16-true"], name=NAMES)
 def test_fp16_training_on_a_device_is_near_fp32_on_a_cpu(
     device_pool1: DevicePool, name: str, precision: str, micro: int, optimizer: str
 ) -> None:
@@ -434,9 +432,11 @@ def test_an_overflow_on_a_device_skips_the_step(device_pool1: DevicePool, name: 
 
 @pytest.mark.slow
 @on_device
-@pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}, {"async_save": True}])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero3_offload"])
+@every_case(
+    precision=["32-true", "bf16-mixed"],
+    options=[{}, {"checkpoint_format": "sharded"}, {"async_save": True}],
+    name=["zero2", "zero2_offload", "zero3_offload"],
+)
 def test_a_run_resumes_on_a_device(
     device_pool1: DevicePool, name: str, precision: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

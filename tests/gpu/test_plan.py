@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from device import sim
-from device.where import DevicePool
+from device.where import DevicePool, every_case
 from engine import driver
 from engine.driver import Session
 from torch import Tensor, nn
@@ -98,9 +98,7 @@ def measure(stage: int, offload: bool, precision: str, device: torch.device) -> 
 
 @pytest.mark.slow
 @on_device
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@every_case(precision=list(PRECISIONS), offload=[False, True], stage=[1, 2, 3])
 def test_device_memory_follows_the_plan(device: torch.device, stage: int, offload: bool, precision: str) -> None:
     figures = measure(stage, offload, precision, device)
     slack = 1 << 20  # activations
