@@ -301,11 +301,11 @@ def test_compiled_units_in_bf16(pool2: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_inductor(pool2: RankPool) -> None:
+def test_inductor(pool1: RankPool) -> None:
     """The compiler that is torch's default; it fuses, and rounds otherwise."""
     recipe = Recipe(optimizer="momentum", dtype=torch.float64)
-    results = pool2.run_within(300, fit_inductor, "zero3", recipe)
-    expected = reference("zero3", recipe, WORLD)
+    results = pool1.run_within(300, fit_inductor, "zero3", recipe)
+    expected = reference("zero3", recipe, 1)
     torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from lightning.pytorch.utilities import grad_norm
-from strategy.fits import DDP, NAMES, Lit, Recipe, StrategyArgument, fit
+from strategy.fits import DDP, Lit, Recipe, StrategyArgument, fit
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
@@ -22,8 +22,8 @@ from lightning_zero.update import LossScaler
 FAST = Recipe(optimizer="momentum", options={"lr": 0.5}, steps=3)
 # Each place where gradients rest: whole, in shards, beside freed parameters, on the host.
 PLACES = ("zero0", "zero2", "zero3", "zero2_offload")
-places = pytest.mark.parametrize("name", slow_unless(PLACES, NAMES))
-some_places = pytest.mark.parametrize("name", slow_unless(("zero0", "zero3"), NAMES))
+places = pytest.mark.parametrize("name", PLACES)
+some_places = pytest.mark.parametrize("name", slow_unless(("zero0", "zero3"), PLACES))
 
 
 def assert_as_ddp(pool: RankPool, name: StrategyArgument, module: Any, recipe: Recipe = FAST) -> None:
