@@ -96,18 +96,18 @@ def test_a_save_killed_anywhere_leaves_a_complete_checkpoint(
     path = tmp_path / "a.ckpt"
     pool.run(save_at_end, strategy(container), RECIPE, str(path))
     total = min(pool.run(fit_and_die, container, str(path), (), 0)[rank] for rank in victims)
-    events = {*range(1, 4), *range(4, total - 8, 24), *range(max(1, total - 8), total + 1)}  # tensors are all alike
+    events = {1, 2, 3, total // 2, *range(max(1, total - 8), total + 1)}  # tensors, in the middle, are all alike
     check_kills(pool, tmp_path, container, victims, sorted(events))
 
 
 @pytest.mark.slow
 @ranks(2)
 def test_random_kills(pool: RankPool, tmp_path: Path) -> None:
-    """Ten, of any container over any other, by a clock that knows nothing of what is written."""
+    """Five, of any container over any other, by a clock that knows nothing of what is written."""
     dice = random.Random(6)
     path = tmp_path / "a.ckpt"
     pool.run(save_at_end, strategy("full"), RECIPE, str(path))
-    for _ in range(10):
+    for _ in range(5):
         container = dice.choice(list(CONTAINERS))
         victims = dice.choice([(0,), (1,), (0, 1)])
         with pytest.raises(RankError) as caught:
