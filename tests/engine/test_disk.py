@@ -239,8 +239,8 @@ def compare(cases: Sequence[Case], folder: str, each: int) -> list[str]:
     [
         pytest.param(2, [*CASES[:4], CASES[12], CASES[-1]], 1, id="2ranks"),
         pytest.param(1, [*CASES[5:8:2], CASES[11], *CASES[-6:-3]], 1, id="1rank"),
-        pytest.param(2, CASES, 3, id="2ranks-all", marks=pytest.mark.slow),
-        pytest.param(1, CASES, 2, id="1rank-all", marks=pytest.mark.slow),
+        pytest.param(2, CASES, 2, id="2ranks-all", marks=pytest.mark.slow),
+        pytest.param(1, CASES, 1, id="1rank-all", marks=pytest.mark.slow),
         pytest.param(4, CASES[::3], 1, id="4ranks", marks=pytest.mark.slow),
     ],
     indirect=["pool"],
