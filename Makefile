@@ -95,6 +95,8 @@ test-cpp: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp,,.)
 	$(call run_cpp_tests,cpp-asan,$(ADDRESS_AND_UNDEFINED),.)
 
+# By default each process of the thread sanitizer sleeps for a second at its end.
+test-cpp-tsan: export TSAN_OPTIONS := $(TSAN_OPTIONS) atexit_sleep_ms=0
 test-cpp-tsan: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel|Disk|Signal)
 
