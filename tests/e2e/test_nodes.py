@@ -64,13 +64,6 @@ LARGE = Large(optimizer="momentum", steps=4)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with joined(3, tmp_path_factory.mktemp("nodes")) as made:
         yield made
@@ -169,14 +162,14 @@ def count(*strategies: StrategyArgument) -> list[Counted]:
 
 @pytest.mark.parametrize(("number", "slow"), [(2, False), (3, True)], ids=["two nodes", "three nodes, slow links"])
 def test_nodes_exchange_nothing_but_sums_of_gradient_shards(
-    nodes: Nodes, server: ForkServer, number: int, slow: bool
+    nodes: Nodes, fork_server: ForkServer, number: int, slow: bool
 ) -> None:
     """With tasks of SLURM. The links' own counters agree, and slow ones change no bit."""
     strategies = ("zero2", "zero3")
     with contextlib.ExitStack() as stack:
         if slow:
             stack.enter_context(nodes.slow(DELAY, RATE))
-        pool = stack.enter_context(NodeRanks(nodes, 2, server, number))
+        pool = stack.enter_context(NodeRanks(nodes, 2, fork_server, number))
         assert (pool.run(round_trip, "node1", 2 * DELAY)[0] > 2 * DELAY) == slow
         ranks = pool.run(count, *strategies)
     gradient = sum(p.nbytes for p in LARGE.make_model().parameters())
@@ -235,12 +228,12 @@ def fit_until(node: str, how: str, note: Path) -> None:
     ids=["killed", "node of rank 0 killed", "link down"],
 )
 def test_ranks_end_soon_and_name_a_node_that_went_away(
-    nodes: Nodes, server: ForkServer, tmp_path: Path, node: str, how: str, said: dict[int, str]
+    nodes: Nodes, fork_server: ForkServer, tmp_path: Path, node: str, how: str, said: dict[int, str]
 ) -> None:
     """Where a link is down, the ranks on either side of it do."""
     note = tmp_path / "note"
     try:
-        with NodeRanks(nodes, 2, server, 2) as pool, pytest.raises(RankError) as caught:
+        with NodeRanks(nodes, 2, fork_server, 2) as pool, pytest.raises(RankError) as caught:
             pool.run(fit_until, node, how, note)
         assert time.time() - note.stat().st_mtime < TIMEOUT + MARGIN
     finally:
@@ -292,10 +285,12 @@ def resume_all(*paths: Path) -> list[dict[str, Tensor]]:
     return [train(IN_FOLDER, 4, resume=path) for path in paths]
 
 
-def test_checkpoints_with_and_without_a_shared_folder_resume_on_other_nodes(nodes: Nodes, server: ForkServer) -> None:
+def test_checkpoints_with_and_without_a_shared_folder_resume_on_other_nodes(
+    nodes: Nodes, fork_server: ForkServer
+) -> None:
     """Two nodes of two ranks save; one node resumes, and two whose folders have got all files."""
     shared, local, homes = nodes.shared, nodes.local, [nodes.home(number) for number in range(2)]
-    with NodeRanks(nodes, 2, server, 2) as pool:
+    with NodeRanks(nodes, 2, fork_server, 2) as pool:
         uninterrupted, *others = pool.run(save_everywhere, shared, local)[0]
     for other in others:
         assert_same(other, uninterrupted)
@@ -305,10 +300,10 @@ def test_checkpoints_with_and_without_a_shared_folder_resume_on_other_nodes(node
         for part in (other / "parts.ckpt").glob("*.distcp"):
             shutil.copy(part, home / "parts.ckpt" / part.name)
     paths = (shared / "one.ckpt", shared / "parts.ckpt", local / "parts.ckpt")
-    with NodeRanks(nodes, 2, server, 1) as pool:  # of node0, which has the file, too
+    with NodeRanks(nodes, 2, fork_server, 1) as pool:  # of node0, which has the file, too
         for weights in pool.run(resume_all, *paths, local / "one.ckpt")[0]:
             assert_close(weights, uninterrupted)
-    with NodeRanks(nodes, 2, server, 2) as pool:
+    with NodeRanks(nodes, 2, fork_server, 2) as pool:
         for weights in pool.run(resume_all, *paths)[0]:
             assert_same(weights, uninterrupted)
 
