@@ -190,8 +190,9 @@ class Shadow:
             if name not in self._buffers or self._buffers[name].shape != live.shape:
                 device = self._store.device if self._store else live.device
                 with torch.inference_mode(False):  # updates follow outside of the validation that may run now
-                    self._buffers[name] = second = torch.empty_like(live, device=device)
+                    second = torch.empty_like(live, device=device)
                     second.copy_(self._buffer_taken(live, second))
+                self._buffers[name] = second
             yield live, self._buffers[name]
 
 

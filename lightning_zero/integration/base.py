@@ -67,7 +67,7 @@ class EngineStrategy(DDPStrategy):
     _dtypes: dict[int, torch.dtype]  # of parameters by their ids, before the engine changed them
     _engine: Engine | None = None
     _mesh: Mesh | None = None
-    _in_training_step = False
+    _in_step = False  # whether a step of training or evaluation runs
 
     # `process_group_backend` is missing here, since Lightning's class has it.
     stage = _Option(lambda options: options.stage)

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class CollectiveStrategy(EngineStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: lets Lightning's collectives come after the engine's.
 
-    In a training step one rank may read a parameter and so issue gathers that were deferred, and a lane may issue the
-    next unit's. Both must precede Lightning's collectives on all ranks: these block, and use another process group.
+    In a step one rank may read a parameter and so issue gathers that were deferred, and a lane may issue the next
+    unit's. Both must precede Lightning's collectives on all ranks: these block, and use another process group.
     """
 
     @override
@@ -40,5 +40,5 @@ class CollectiveStrategy(EngineStrategy):
         return super().all_gather(tensor, *args, **kwargs)
 
     def _issue_preceding(self) -> None:
-        if self._in_training_step:
-            self.engine.placement.mesh.issue_preceding()
+        if self._in_step and self._mesh is not None:
+            self._mesh.issue_preceding()

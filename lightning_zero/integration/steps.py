@@ -41,18 +41,18 @@ class SteppingStrategy(EngineStrategy):
         assert self.lightning_module is not None
         if private.is_compiled(self.lightning_module):
             self.engine.settle()  # nothing can be gathered inside the graph of the whole module
-        with self.engine.forward_context():
-            yield
+        self._in_step = True
+        try:
+            with self.engine.forward_context():
+                yield
+        finally:
+            self._in_step = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_training_step = True
         self._note_last_batch()
-        try:
-            with self._forward_context():
-                output = super().training_step(*args, **kwargs)
-        finally:
-            self._in_training_step = False
+        with self._forward_context():
+            output = super().training_step(*args, **kwargs)
         return self._no_gradients() if output is None and self._may_lack_a_loss() else output
 
     def _note_last_batch(self) -> None:
@@ -232,7 +232,7 @@ class SteppingStrategy(EngineStrategy):
         assert self.lightning_module is not None
         # In manual optimization Lightning ignores the interval: the training step calls the scheduler itself.
         automatic = self.lightning_module.automatic_optimization
-        per_step = config.interval == "step" if automatic else self._in_training_step
+        per_step = config.interval == "step" if automatic else self._in_step
         return per_step and self.last_step_skipped(optimizer)
 
     def _skipped_all(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import torch
@@ -61,7 +61,7 @@ class Place:
     group: Group
     device: torch.device
     slice_device: torch.device
-    executor: weakref.ref[Executor]
+    executor: weakref.ref[Executor] = field(compare=False)
 
     def like(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
         """A tensor of the parameter's shape without values: on ``meta`` with its strides, else one element expanded."""

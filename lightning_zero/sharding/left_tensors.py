@@ -17,7 +17,7 @@ _DEPTH = 3  # of containers in containers, some of which may hold themselves
 class LeftTensors:
     """Iterates over the tensors in attributes of a module and of its submodules.
 
-    A tensor is found alone and in lists, tuples and dictionaries, also if these lie in one another.
+    A tensor is found alone and in lists, tuples and dictionaries, up to three in one another.
 
     Modules of user classes are searched in every iteration, since any forward may assign attributes. A module of
     ``torch.nn`` that has only the attributes of its class, and no tensor among them, is searched again only after it
@@ -62,7 +62,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors_in(container: Any, depth: int) -> Iterator[Tensor]:
-    for element in container.values() if isinstance(container, dict) else container:
+    for element in tuple(container.values()) if isinstance(container, dict) else container:  # threads may add some
         if isinstance(element, Tensor):
             yield element
         elif depth > 1 and isinstance(element, _CONTAINERS):

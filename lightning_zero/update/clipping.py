@@ -179,7 +179,7 @@ class GradientClipping:
         received = [float(received) for gradients in everything for received in gradients.received]
         left = [float(gradients.left_over) for gradients in everything]
         flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64, device="cpu")
-        digests, squares = mesh.digests(), self._squares()
+        squares, digests = self._squares(), mesh.digests()
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
         own = torch.cat(parts)
         with mesh.world.explaining(what := "sum up norms and flags"):

@@ -168,7 +168,7 @@ class VisibleGradients:
         elif self._clipping.used is not None:
             self._take_over(parameter, value)
         elif (local := gradients.local_sum(index)) is not None:
-            local.copy_(bucket.placement.on_device(value, self._name(parameter)))
+            local.copy_(bucket.placement.on_device(value.to(local.dtype), self._name(parameter)))
         elif gradients.held in (Held.NONE, Held.UNSHARDED, Held.SUM):
             self._assign_local(parameter, value)
         else:
@@ -188,8 +188,8 @@ class VisibleGradients:
                 f"scale {self._clipping.scale:g} until then. Assign it after the last backward of the step"
                 f"{advice(Case.NOT_FLUSHED, '; ')}. Without any backward, train in a precision that has no loss scale"
             )
-        value = self._map[parameter].placement.on_device(value, self._name(parameter))
-        set_local_grad(parameter, value.to(parameter.dtype))
+        value = value.to(parameter.dtype)
+        set_local_grad(parameter, self._map[parameter].placement.on_device(value, self._name(parameter)))
 
     # -------------------------------------------------------------------------------------------------------- norms
 

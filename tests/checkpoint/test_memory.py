@@ -120,6 +120,7 @@ def resume(strategy: dict[str, Any], path: str) -> int:
         ("", "sharded", {}),
         ("shared://", "full", {}),
         ("shared://", "sharded", {}),
+        ("", "full", {"checkpoint_state": "compact"}),
         ("", "full", {"checkpoint_state": "fp32"}),
     ],
 )

@@ -49,7 +49,7 @@ from lightning_zero.config import (
     hydra_main,
     micro_batch_size,
 )
-from lightning_zero.config.application import _prepared
+from lightning_zero.config.application import _prepared, _runs_task
 from lightning_zero.config.builders import build_group
 from lightning_zero.config.errors import groups_of_application, run_with_clear_errors
 from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, OffloadStore, StrategyConf
@@ -537,8 +537,15 @@ def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     return run
 
 
-def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]]) -> None:
-    words = ["run_dir=x", "hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"],
+        ["hydra.run.dir='rank ${oc.env:RANK}'", "--config-dir", "experiment"],
+    ],
+)
+def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
+    words = ["run_dir=x", *words]
     first, second = run_rank(0, *words), run_rank(1, *words)
     assert [job.runtime.output_dir for job in first] == [job.runtime.output_dir for job in second]
     assert [job.job.name for job in second] == ["train_rank_1"]
@@ -552,6 +559,14 @@ def test_a_rank_that_only_prints_waits_for_no_other(run_rank: Callable[..., list
     except SystemExit as end:
         code = end.code
     assert not code
+
+
+def test_what_only_prints_runs_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["--info", "searchpath"], ["-h"], ["--hydra-help"], ["--shell-completion"], ["-c", "job"]):
+        monkeypatch.setattr(sys, "argv", ["main.py", *words])
+        assert not _runs_task()
+    monkeypatch.setattr(sys, "argv", ["main.py", "a=b"])
+    assert _runs_task()
 
 
 # -- mistakes --

@@ -65,6 +65,19 @@ def test_threads_and_addresses_change_no_bit(dtype: torch.dtype) -> None:
                 assert ops.sum_of_squares(view, threads=threads, isa=isa).hex() == total.hex()
 
 
+def test_rows_of_rows_of_pieces_are_added_in_one_order() -> None:
+    values = ordinary(257 * PIECE + 7, torch.float16, torch.Generator().manual_seed(4))
+    total = ops.sum_of_squares(values, threads=1, isa="scalar").hex()
+    assert ops.sum_of_squares_in_pieces(values.split(ops.SQUARES_PIECE)).hex() == total
+    for size in (16 * PIECE, 17 * PIECE):
+        running = ops.RunningSquares(values.numel())
+        for part in values.split(size):
+            running.add(part)
+        assert running.total().hex() == total
+    for isa in ops.supported_isas():
+        assert ops.sum_of_squares(values, threads=3, isa=isa).hex() == total
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_length_and_address(dtype: torch.dtype) -> None:
