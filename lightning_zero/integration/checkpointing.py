@@ -181,7 +181,7 @@ class CheckpointingStrategy(EngineStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:
             return plain_names(super().lightning_module_state_dict())
-        return _STATE.get().of_module(self._engine)
+        return _STATE.get().of_module(self.engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
