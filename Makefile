@@ -18,10 +18,10 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo simulated-device test test-slow test-lightning test-simulated test-cpp test-cpp-tsan mutants lint format docs wheel clean
+.PHONY: help demo simulated-device test test-slow test-lightning test-simulated test-cpp test-cpp-tsan mutants lint format docs wheel clean FORCE
 
 help:
-	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
+	@echo "demo       train GPT-2 with strategy=zero2_offload on two CPU ranks; ARGS=... adds overrides"
 	@echo "test       fast tests; ARGS=... goes to pytest"
 	@echo "test-slow  slow tests, and test-cpp-tsan"
 	@echo "test-simulated  tests of the engine and the strategies on the simulated device; SCHEDULE=lazy, eager or random3"
@@ -38,20 +38,24 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-examples: $(BUILD_INPUTS) | $(BIN)/python
+# Holds PACKAGE; where it has changed, the other one is installed.
+$(VENV)/.package: FORCE | $(BIN)/python
+	@printf '%s\n' '$(INSTALLED)' | cmp -s - $@ || printf '%s\n' '$(INSTALLED)' > $@
+
+$(VENV)/.installed-examples: $(BUILD_INPUTS) $(VENV)/.package | $(BIN)/python
 	$(BIN)/pip install $(INSTALLED)[examples]
 	touch $@
 
-$(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
+$(VENV)/.installed-dev: $(BUILD_INPUTS) $(VENV)/.package | $(BIN)/python
 	$(BIN)/pip install $(INSTALLED)[examples,dev]
 	touch $@ $(VENV)/.installed-examples
 
-$(VENV)/.installed-docs: $(BUILD_INPUTS) | $(BIN)/python
+$(VENV)/.installed-docs: $(BUILD_INPUTS) $(VENV)/.package | $(BIN)/python
 	$(BIN)/pip install $(INSTALLED)[docs]
 	touch $@
 
 demo: $(VENV)/.installed-examples
-	$(BIN)/python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2 $(ARGS)
+	$(BIN)/python examples/gpt2/train.py strategy=zero2_offload trainer=cpu trainer.devices=2 $(ARGS)
 
 # Each worker has rank pools of its own; ranks that wait for each other leave their cores to other workers', of which
 # there are three for two cores.

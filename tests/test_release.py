@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -79,6 +80,20 @@ def test_only_a_tag_is_published_and_only_what_was_tested() -> None:
     download = publish["steps"][0]["with"]["pattern"]
     assert len(uploaded) == 2
     assert all(fnmatch(name, download) for name in uploaded)
+
+
+def test_another_package_is_installed_in_the_place_of_one(tmp_path: Path) -> None:
+    pip, log = tmp_path / "venv/bin/pip", tmp_path / "log"
+    pip.parent.mkdir(parents=True)
+    (pip.parent / "python").touch()
+    pip.write_text(f'#!/bin/sh\necho "$2 $3" >> {log}\n')
+    pip.chmod(0o755)
+    wheel = tmp_path / "own.whl"
+    wheel.touch()
+    for package in ("-e .", "-e .", str(wheel)):
+        command = ["make", f"{tmp_path}/venv/.installed-dev", f"VENV={tmp_path}/venv", f"PACKAGE={package}"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert log.read_text().split() == ["-e", ".[examples,dev]", f"{wheel}[examples,dev]"]
 
 
 def test_continuous_integration_runs_what_a_developer_runs() -> None:

@@ -248,12 +248,12 @@ class TokenData(WindowedData):
 
     def read(self) -> tuple[Tensor, Tensor]:
         train, held_out = memory_map(self.path / "train.bin"), memory_map(self.path / "val.bin")
-        largest = int(held_out[:1_000_000].int().max())
-        if largest >= self.tokenizer.vocab_size:
-            raise ValueError(
-                f"{self.path / 'val.bin'} has the token {largest}, but the tokenizer has {self.tokenizer.vocab_size}: "
-                "set data.tokenizer to the one that wrote the file, such as gpt2."
-            )
+        for name, tokens in (("train.bin", train), ("val.bin", held_out)):
+            if (largest := int(tokens[:1_000_000].int().max())) >= self.tokenizer.vocab_size:
+                raise ValueError(
+                    f"{self.path / name} has the token {largest}, but the tokenizer has {self.tokenizer.vocab_size}: "
+                    "set data.tokenizer to the one that wrote the file, such as gpt2."
+                )
         return train, held_out
 
 

@@ -28,7 +28,7 @@ from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.estimate import choice_as_json, estimate_all, model_as_json, render, short
 from lightning_zero.cli.imagined import EstimateError, Imagined, parse_input
 from lightning_zero.cli.questions import Answers, Question, TerminalAnswers, whole
-from lightning_zero.cli.request import LEAST, THIS, Request
+from lightning_zero.cli.request import LEAST, SOME_FOLDER, STANDS, THIS, Request
 from lightning_zero.cli.text import complain, number, print_json, size, wide_console
 from lightning_zero.config.files import to_yaml
 from lightning_zero.integration.choices import PRECISIONS
@@ -36,7 +36,6 @@ from lightning_zero.integration.options import NVME_PATH
 from lightning_zero.integration.precision import PrecisionName
 from lightning_zero.planning.devices import GPUS, Machine, parse_gpu, parse_size
 from lightning_zero.planning.estimate import Estimate
-from lightning_zero.storage import device_type
 
 SCHEMA = 1
 _GIB = 2**30
@@ -55,7 +54,7 @@ class Here:
     """Answers that this machine suggests.
 
     Attributes:
-        gpu: what it has, by its memory, or "this" where no known one has so much; a size for a machine that has none.
+        gpu: "this", or a size for a machine that has none.
         gpus: how many.
         host: memory that a process of it may take.
         nodes: machines of the job that this process is in.
@@ -71,15 +70,8 @@ class Here:
     @classmethod
     def find(cls) -> Here:
         """Asks the machine."""
-        gpu, gpus = _WHERE_NOBODY_KNOWS, 1
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        if kind is not None:
-            device = torch.device(kind.type, 0)
-            total = device_type(device).total_bytes(device)
-            gpus = torch.accelerator.device_count()
-            if total is not None:
-                known = any(each.memory >= total for each in GPUS.values())
-                gpu = f"{total / _GIB:.1f}GB" if known else THIS
+        available = torch.accelerator.is_available()
+        gpu, gpus = (THIS, torch.accelerator.device_count()) if available else (_WHERE_NOBODY_KNOWS, 1)
         memory = [limits.machine_memory().get("MemTotal", limits.physical_memory()), memory_limit()]
         sizes = [nbytes for nbytes in memory if isinstance(nbytes, int)]
         host = f"{min(sizes) / _GIB:.1f}GiB" if sizes else "64GB"
@@ -179,7 +171,7 @@ def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagine
 
 def _machine(answers: Answers, here: Here, fixed: Mapping[str, Any]) -> dict[str, Any]:
     gpu = answers.ask(_gpu(here))
-    old = gpu != THIS and parse_gpu(gpu).name.startswith(("t4", "v100"))
+    old = Request(gpu=gpu).machine().gpu.name.startswith(("t4", "v100"))
     default = "16-mixed" if old else "bf16-mixed"
     flags = {str(flag): f"{flag}: {name}" for flag, name in PRECISIONS.items()}
     return {
@@ -205,7 +197,6 @@ def _machine(answers: Answers, here: Here, fixed: Mapping[str, Any]) -> dict[str
 def _gpu(here: Here) -> Question[str]:
     sizes = dict.fromkeys([here.gpu, *GPUS])
     titles = {name: f"{name}: {GPUS[name].memory / _GIB:g} GiB" if name in GPUS else name for name in sizes}
-    titles[here.gpu] = f"{here.gpu}, as in this machine" if torch.accelerator.is_available() else here.gpu
     titles[THIS] = f"{THIS}: this machine's devices or processors, with the rates that doctor --measure has found"
     return Question("--gpu", "Which GPU?", _gpu_as_text, here.gpu, titles)
 
@@ -399,7 +390,8 @@ def python_lines(chosen: Estimate, request: Request) -> list[str]:
     if request.accumulate > 1:
         call = f"{call[:-1]}, accumulate_grad_batches={request.accumulate})"
     lines = ["import lightning as L", "import lightning_zero", "", f"trainer = {call}"]
-    return [*lines, f"# in configure_optimizers: {optimizer}"] if optimizer else lines
+    lines += [f"# in configure_optimizers: {optimizer}"] if optimizer else []
+    return [*lines, *(f"# {remark}" for remark in _stands(chosen))]
 
 
 def _remarks(imagined: Imagined, machine: Machine, request: Request, chosen: Estimate) -> list[str]:
@@ -409,4 +401,9 @@ def _remarks(imagined: Imagined, machine: Machine, request: Request, chosen: Est
         f"{imagined.name} on {machine.nodes} x {machine.gpus} x {machine.gpu.name}, by lightning-zero config.",
         f"A rank takes {takes} at the peak of a step, with activations.",
         f"The DataLoader of a rank takes {number(request.batch, 'example')} at once.",
+        *_stands(chosen),
     ]
+
+
+def _stands(chosen: Estimate) -> list[str]:
+    return [STANDS] if chosen.choice.overrides.get("strategy.nvme_path") == SOME_FOLDER else []

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_zero.cli.imagined import Imagined
-from lightning_zero.cli.request import SOME_FOLDER, Request
+from lightning_zero.cli.request import SOME_FOLDER, STANDS, Request
 from lightning_zero.cli.text import complain, facts_table, print_json, size, wide_console
 from lightning_zero.integration.choices import choices
 from lightning_zero.integration.precision import ZeroPrecision
@@ -211,7 +211,7 @@ def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
         )
     stands = best.choice.overrides.get("strategy.nvme_path") == SOME_FOLDER
     return Group(
-        *([Text(f"{SOME_FOLDER} stands for a folder on the disk.")] if stands else []),
+        *([Text(STANDS)] if stands else []),
         Text("The fastest that fits, with Hydra and in Python:"),
         Text(f"  python train.py {typed(best.choice.overrides)}", style="bold"),
         Text(f"  {best.choice.python}", style="bold"),

@@ -23,6 +23,7 @@ from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, p
 from lightning_zero.planning.machine import this_machine
 
 SOME_FOLDER = "/local_nvme"  # stands for a folder on a disk of which only the size is known
+STANDS = f"{SOME_FOLDER} stands for a folder on the disk."
 THIS = "this"
 _HOST = "64GB"
 LEAST = 10**6  # bytes, or bytes per second: what is less lacks a unit

@@ -24,7 +24,9 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
     """Decorates the main function of a script, as `hydra.main` does.
 
     On top of `hydra.main`, a misspelt key, option or value ends the program with a message that lists the valid
-    ones, and the ranks that torchrun starts share one run folder. `HYDRA_FULL_ERROR=1` shows complete stack traces.
+    ones, and the ranks that torchrun or SLURM starts share one run folder. In a job of SLURM, `${now:...}` is the
+    number of the job and of its step instead of the time, so that a requeued job finds its folder, with the checkpoint
+    to go on from. `HYDRA_FULL_ERROR=1` shows complete stack traces.
 
     Args:
         config_name: The primary configuration, without `.yaml`.
@@ -44,7 +46,7 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
                 _join_run_folder()
             main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
             groups = functools.partial(groups_of_application, task, config_path)
-            with _schemas_hidden():
+            with _schemas_hidden(), _named_by_job():
                 run_with_clear_errors(main(_prepared(task)), task, groups)
 
         return run
@@ -86,15 +88,51 @@ def _schemas_hidden() -> Iterator[None]:
 # -- one run folder for all ranks ---------------------------------------------------------------------------
 
 
+def _slurm_job() -> str | None:
+    """Returns a name of the job and its step if SLURM starts the ranks; a requeued job keeps it."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
+        return None
+    return f"job_{os.environ['SLURM_JOB_ID']}_{os.environ.get('SLURM_STEP_ID', '0')}"
+
+
+@contextmanager
+def _named_by_job() -> Iterator[None]:
+    """Makes `${now:...}` the job of SLURM, if there is one: ranks and requeued jobs have clocks of their own."""
+    from hydra._internal import hydra as internals
+    from omegaconf import OmegaConf
+
+    own, job = internals.setup_globals, _slurm_job() if _runs_task() else None
+
+    def set_up() -> None:
+        own()
+        if job is not None:
+            OmegaConf.register_new_resolver("now", lambda pattern: job, replace=True)
+
+    internals.setup_globals = set_up
+    try:
+        yield
+    finally:
+        internals.setup_globals = own
+
+
+@functools.cache  # rank 0 serves it to the others until it ends
 def _torchrun_store() -> Any:
-    """Connects to the key-value store of torchrun's agent, before there is a process group; None without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """Connects to the key-value store of torchrun's ranks, before there is a process group; None without torchrun.
+
+    Its server is in torchrun's agent, or in rank 0 if that may not be shared (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
+    There it is one with the server of the process group, which has the same address.
+    """
+    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if in_agent is None:
         return None
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    serves = in_agent != "True" and os.environ["RANK"] == "0"
+    store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
     return PrefixStore(f"lightning_zero/attempt_{attempt}", store)
 
 
@@ -112,15 +150,19 @@ def _publish_run_folder() -> None:
 
 
 def _join_run_folder() -> None:
-    """Makes the other ranks of torchrun use rank 0's folder; by their own clocks they would choose other names.
+    """Makes the other ranks of torchrun or SLURM use rank 0's folder, and leave its configuration and log to rank 0.
 
     Lightning's launcher passes the same three overrides to the ranks that it starts. The last override of a key counts.
     """
-    store = _torchrun_store()
-    if store is None or os.environ["RANK"] == "0":
+    if _slurm_job() is not None:  # all have the same folder
+        store, rank = None, os.environ.get("SLURM_PROCID", "0")
+    elif (store := _torchrun_store()) is not None:
+        rank = os.environ["RANK"]
+    else:
         return
-    name = f"hydra.job.name=train_rank_{os.environ['RANK']}"
-    sys.argv += [store.get(_RUN_DIR_KEY).decode(), name, "hydra.output_subdir=null"]
+    if rank != "0":
+        folder = [] if store is None else [store.get(_RUN_DIR_KEY).decode()]
+        sys.argv += [*folder, f"hydra.job.name=train_rank_{rank}", "hydra.output_subdir=null"]
 
 
 def _move_overrides_last() -> None:

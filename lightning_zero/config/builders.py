@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+_DISTRIBUTIONS = {"pytorch_optimizer": "pytorch-optimizer"}  # by packages that options of our groups need
+
+
 def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
     """Builds the Trainer that the groups `trainer strategy precision logger callbacks` describe.
 
@@ -235,11 +238,12 @@ def build_optimizers(
         return {"optimizer": built}
     arguments = _arguments(scheduler)
     if "total_steps" in arguments and arguments["total_steps"] is None:
-        if not math.isfinite(total_steps):
+        if total_steps < 0 or not math.isfinite(total_steps):  # Lightning gives -1 for data without a length
             raise ConfigError(
-                "scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs."
+                "scheduler.total_steps is null, and the fit has no end: set trainer.max_steps; trainer.max_epochs does "
+                "for data that has a length."
             )
-        arguments["total_steps"] = int(total_steps)
+        arguments["total_steps"] = max(int(total_steps), _least_steps(scheduler["_target_"]))
     if "warmup_steps" in arguments and arguments["warmup_steps"] is None:
         if "total_steps" not in arguments:
             raise ConfigError(
@@ -253,13 +257,20 @@ def build_optimizers(
 
 def _usual_warmup(target: str, total_steps: int) -> int:
     """Gives the default number of warm-up steps of a scheduler's class, for a fit of `total_steps`."""
+    return max(1, min(1000, total_steps // 2)) if _decays(target) else min(100, total_steps // 10)
+
+
+def _least_steps(target: str) -> int:
+    """Gives the shortest schedule of a scheduler's class; a shorter fit ends within it."""
+    return 3 if _decays(target) else 0
+
+
+def _decays(target: str) -> bool:
     from hydra.utils import get_class
 
     from lightning_zero.schedulers import WarmupDecayLR
 
-    if issubclass(get_class(target), WarmupDecayLR):
-        return max(1, min(1000, total_steps // 2))
-    return min(100, total_steps // 10)
+    return issubclass(get_class(target), WarmupDecayLR)
 
 
 def _groups(cls: Any, params: "Iterable[Any] | Module") -> Iterable[Any]:
@@ -281,11 +292,18 @@ def _find_class(cfg: "DictConfig") -> Any:
     from hydra.utils import get_class
 
     package = cfg["_target_"].partition(".")[0]
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"{cfg['_target_']} is of a package that is not installed: pip install {package.replace('_', '-')}"
-        )
+    if _is_missing(package):
+        install = _DISTRIBUTIONS.get(package)
+        advice = "correct the name, or install the package" if install is None else f"pip install {install}"
+        raise ConfigError(f"{cfg['_target_']} is of a package, {package}, that is not installed: {advice}")
     return get_class(cfg["_target_"])
+
+
+def _is_missing(package: str) -> bool:
+    try:
+        return find_spec(package) is None
+    except ValueError:  # `__main__`, the user's script, has no spec
+        return False
 
 
 def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:

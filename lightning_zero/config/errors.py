@@ -137,7 +137,7 @@ def explain(error: "HydraException", groups: Sequence[str] = ()) -> str | None:
     if isinstance(error, MissingConfigException):
         return _explain_option(error, groups)
     if isinstance(error, InstantiationException):
-        return f"{str(error).splitlines()[0]}\n{cause}" if _is_about_input(cause) else None
+        return f"{str(error).splitlines()[0]}\n{cause}{_advice(cause)}" if _is_about_input(cause) else None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return _explain_key(cause, groups)
     if isinstance(cause, OmegaConfBaseException):
@@ -152,6 +152,12 @@ def _is_about_input(cause: BaseException | None) -> bool:
     if isinstance(cause, ImportError):
         return cause.name is None  # raised with a message instead of by an import statement
     return isinstance(cause, ValueError | TypeError | MisconfigurationException)
+
+
+def _advice(cause: BaseException | None) -> str:
+    """Adds what Lightning's own error leaves open."""
+    fewer = "\nUse fewer trainer.devices, or trainer=cpu, where a rank is a process on the CPU."
+    return fewer if "your machine only has" in str(cause) else ""
 
 
 def _explain_option(error: "MissingConfigException", groups: Sequence[str]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 import lightning.pytorch as pl
 import torch
@@ -39,6 +39,8 @@ from lightning_zero.planning.preflight import Claim, Pool, Side, in_units
 from lightning_zero.planning.tracing import Trace, trace
 from lightning_zero.sharding import ShardedParameter, ShardingPolicy
 from lightning_zero.storage import device_type
+
+P = ParamSpec("P")
 
 _GIB = 2**30
 _LIMITS = {
@@ -96,6 +98,15 @@ class Chosen:
         }
 
 
+def _lists_all_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Adds the options of :class:`ZeroStrategy` to a constructor's signature, in which LightningCLI looks for them."""
+    own, base = inspect.signature(init, eval_str=True), inspect.signature(ZeroStrategy.__init__, eval_str=True)
+    parameters = {name: each for name, each in own.parameters.items() if each.kind is not each.VAR_KEYWORD}
+    others = [each for name, each in base.parameters.items() if name not in (*parameters, *CHOSEN)]
+    init.__signature__ = own.replace(parameters=[*parameters.values(), *others])  # type: ignore[attr-defined]
+    return init
+
+
 class ZeroAutoStrategy(ZeroStrategy):
     """Chooses, by the plan, the fastest strategy that fits the memory; its name is ``zero_auto``.
 
@@ -142,6 +153,7 @@ class ZeroAutoStrategy(ZeroStrategy):
     # Parameters that were initialized in shards can move to any place that is chosen later.
     _UNTIL_THEN: ClassVar[Mapping[str, Any]] = STRATEGIES["zero3_offload"]
 
+    @_lists_all_options
     def __init__(
         self,
         *,
@@ -171,9 +183,7 @@ class ZeroAutoStrategy(ZeroStrategy):
                     f"{name}={options[name]!r}: {AUTO} chooses this option; to set it, use "
                     f"lightning_zero.ZeroStrategy({name}=...)"
                 )
-        known = [*inspect.signature(ZeroAutoStrategy).parameters, *inspect.signature(ZeroStrategy).parameters]
-        known.remove("options")
-        check_names("ZeroAutoStrategy", options, [name for name in dict.fromkeys(known) if name not in CHOSEN])
+        check_names("ZeroAutoStrategy", options, [*inspect.signature(ZeroAutoStrategy).parameters])
         self._gradients = options.pop("offload_gradients", "auto")  # holds where a disk is chosen
         check_choice("offload_gradients", self._gradients)
         super().__init__(**{**self._UNTIL_THEN, **self.auto_options.fixed, **options})

@@ -68,25 +68,23 @@ def candidates(
     def changed(shard_size: int = now.shard_size, **changes: Any) -> Setting:
         return setting_of(replace(options, **changes), shard_size, now.precision)
 
-    on_device = {
-        "offload_optimizer": "none",
-        "offload_params": "none",
-        "offload_fraction": 1.0,
-        "offload_gradients": "auto",
-    }
     for name, arguments in STRATEGIES.items():
         if "nvme" in arguments.values() and (options.disk_path is None or options.update_in_backward):
             continue  # no path is known, or the strategy would be refused
         if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most memory
             continue
-        part = {"offload_fraction": options.offload_fraction} if "offload_optimizer" in arguments else {}
-        gradients = options.offload_gradients
-        keeps = "nvme" in arguments.values() or gradients in ("auto", arguments.get("offload_optimizer"))
-        there = {"offload_gradients": gradients} if keeps else {}  # another place would be refused
+        also: dict[str, Any] = {}  # options that this strategy would refuse as they are
+        if "offload_optimizer" not in arguments and options.offload_fraction < 1:
+            also["offload_fraction"] = 1
+        if "nvme" not in arguments.values() and options.offload_gradients not in (
+            "auto",
+            arguments.get("offload_optimizer"),
+        ):
+            also["offload_gradients"] = "auto"
         size = default_size if options.replicates else now.shard_size
-        other = changed(size, **{**on_device, **arguments, **part, **there})
+        other = changed(size, **{"offload_optimizer": "none", "offload_params": "none", **arguments, **also})
         if other != now:
-            yield f"strategy={name}{'' if keeps else ' strategy.offload_gradients=auto'}", other
+            yield " ".join([f"strategy={name}", *(f"strategy.{key}={value}" for key, value in also.items())]), other
     if options.offload_optimizer == "none" and now.sharding.shard_params:
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
     if options.uses_disk and options.offload_gradients != "nvme":

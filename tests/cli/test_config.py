@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from hydra import compose, initialize_config_dir
 from strategy.fits import Lit, Recipe
 from typer.testing import CliRunner, Result
 
-from lightning_zero.cli import app, config
+from lightning_zero.cli import app, config, request
 from lightning_zero.cli.questions import Answers
 from lightning_zero.config import build_trainer
-from lightning_zero.planning.machine import this_machine
+from lightning_zero.planning.devices import Machine
+from lightning_zero.planning.machine import known_gpu, this_machine
 
 LARGE = "--params 1.52e9 --layers 4 --hidden 5120 --gpu 16GB --host 64GB --precision bf16-true"
 SMALL = "--params 2e6 --layers 2 --hidden 128 --gpu 24GB --host 16GB"
@@ -71,22 +71,24 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     this = json.loads(invoke("--params 7e6 --layers 2 --hidden 128 --gpu this --python --json").stdout)
     assert this["machine"]["gpu"]["memory"] == this_machine(torch.device("cpu"), 1, 1).gpu.memory
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1(x3)")  # which says nothing
+    on_disk = json.loads(invoke(f"{LARGE} --disk 1TB --strategy zero2_nvme --out disk.yaml --json").stdout)
+    assert on_disk["python"][-1] == "# /local_nvme stands for a folder on the disk."
+    assert "# /local_nvme stands for a folder on the disk.\n" in (tmp_path / "disk.yaml").read_text()
     lines = invoke(f"{LARGE} --strategy zero2_offload --python").stdout.splitlines()
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
     moved = json.loads(invoke(f"{LARGE} --activation-offload --strategy zero3_offload --out moved.yaml --json").stdout)
     assert moved["settings"]["strategy.activation_offload"] is True
 
 
-@pytest.mark.parametrize(("gib", "default"), [(79.2, "79.2GB"), (179.1, "this")])
-def test_a_gpu_larger_than_the_known_ones_is_this_machines(
-    monkeypatch: pytest.MonkeyPatch, gib: float, default: str
-) -> None:
-    kind = SimpleNamespace(total_bytes=lambda device: int(gib * 2**30))
-    monkeypatch.setattr(config, "device_type", lambda device: kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+@pytest.mark.parametrize(("name", "precision"), [("Tesla T4", "16-mixed"), ("NVIDIA H100 80GB HBM3", "bf16-mixed")])
+def test_the_gpu_of_this_machine_is_the_default(monkeypatch: pytest.MonkeyPatch, name: str, precision: str) -> None:
+    """With its name, which says more than its memory: a T4 is too old for bf16."""
+    gpu = known_gpu(name, int(14.6 * 2**30))
+    monkeypatch.setattr(request, "machine_here", lambda ranks, nodes: Machine(gpu, ranks, nodes, 2**36, 1e9, 1e9))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    here = config.Here.find()
-    assert (here.gpus, Answers({}).ask(config._gpu(here))) == (8, default)
+    found = config._machine(Answers({}), config.Here.find(), {})
+    assert (found["gpu"], found["gpus"], found["precision"]) == ("this", 8, precision)
 
 
 def test_a_name_on_a_disk_whose_folder_has_a_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

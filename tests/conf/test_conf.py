@@ -10,15 +10,14 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, free_port, ranks
 from helpers.scripts import overridden
 from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
@@ -49,7 +48,7 @@ from lightning_zero.config import (
     hydra_main,
     micro_batch_size,
 )
-from lightning_zero.config.application import _prepared, _runs_task
+from lightning_zero.config.application import _prepared, _runs_task, _torchrun_store
 from lightning_zero.config.builders import build_group
 from lightning_zero.config.errors import groups_of_application, run_with_clear_errors
 from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, OffloadStore, StrategyConf
@@ -246,8 +245,23 @@ def test_every_optimizer_builds_with_its_own_defaults(chosen: Compose, group: st
 def test_a_package_that_is_missing_is_named(chosen: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.config.builders.find_spec", lambda name: None)
     cfg = chosen("optimizer=lamb", "scheduler=none")
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
     with pytest.raises(ConfigError, match=r"pytorch_optimizer\.Lamb .*not installed: pip install pytorch-optimizer"):
-        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)
+        build_optimizers(cfg.optimizer, cfg.scheduler, parameters, 10)
+    cfg.optimizer = {"_target_": "trch.optim.SGD"}
+    with pytest.raises(ConfigError, match=r"a package, trch, that is not installed: correct the name"):
+        build_optimizers(cfg.optimizer, cfg.scheduler, parameters, 10)
+
+
+def test_an_optimizer_of_the_script_is_found(chosen: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it runs as a file, so that its module has no specification."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "OfScript", type("OfScript", (torch.optim.SGD,), {}), raising=False)
+    cfg = chosen("optimizer=adamw", "scheduler=none")
+    cfg.optimizer = {"_target_": "__main__.OfScript"}
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)["optimizer"]
+    assert type(built).__name__ == "OfScript"
 
 
 def test_a_module_gives_the_groups_that_an_optimizer_asks_for(chosen: Compose) -> None:
@@ -289,7 +303,7 @@ def test_every_scheduler_builds_over_the_whole_fit(chosen: Compose, option: str,
     ("option", "steps"),
     [
         ("cosine", {1: 0, 50: 5, 999: 99, 2000: 100}),
-        ("warmup_decay", {3: 2, 50: 25, 1999: 999, 2000: 1000, 9000: 1000}),  # two are its least
+        ("warmup_decay", {1: 2, 3: 2, 50: 25, 1999: 999, 2000: 1000, 9000: 1000}),  # two are its least
     ],
 )
 def test_a_short_fit_has_a_short_warmup(chosen: Compose, option: str, steps: dict[int, int]) -> None:
@@ -514,27 +528,33 @@ def test_every_default_has_a_comment(path: str) -> None:
         assert structural or " # " in line, line
 
 
-# -- ranks of torchrun --
+# -- ranks of torchrun and SLURM --
 
 
 @pytest.fixture
-def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HydraConf]]:
+def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[HydraConf]]]:
     """Run one rank of an application with a command line; returns Hydra's configuration of each job."""
     with (folder / "main.yaml").open("a") as file:
         file.write("hydra: {run: {dir: 'rank_${oc.env:RANK}'}, sweep: {dir: 'rank_${oc.env:RANK}'}}\n")
-    store = torch.distributed.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setattr("lightning_zero.config.application._torchrun_store", lambda: store)
+    for name, value in (("USE_AGENT_STORE", "False"), ("RESTART_COUNT", "0"), ("RUN_ID", "job")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.chdir(folder)
+    stores = []
 
     def run(rank: int, *words: str) -> list[HydraConf]:
         seen: list[HydraConf] = []
         monkeypatch.setattr(sys, "argv", ["main.py", *words])
         monkeypatch.setenv("RANK", str(rank))
+        _torchrun_store.cache_clear()  # each rank is a process
         hydra_main(config_name="main", config_path=str(folder))(lambda cfg: seen.append(HydraConfig.get()))()
+        if rank == 0:
+            stores.append(_torchrun_store())  # which it serves until it ends
         return seen
 
-    return run
+    yield run
+    _torchrun_store.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -549,6 +569,37 @@ def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf
     first, second = run_rank(0, *words), run_rank(1, *words)
     assert [job.runtime.output_dir for job in first] == [job.runtime.output_dir for job in second]
     assert [job.job.name for job in second] == ["train_rank_1"]
+    of_group, *_ = next(torch.distributed.rendezvous("env://", rank=0, world_size=1))  # at the same address
+    of_group.set("key", "value")
+
+
+def test_ranks_of_slurm_share_a_folder_that_a_requeued_job_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (folder / "main.yaml").open("a") as file:
+        file.write("hydra: {run: {dir: 'outputs/${now:%S.%f}'}}\n")
+    monkeypatch.chdir(folder)
+    for name, value in (("NTASKS", "2"), ("JOB_NAME", "train"), ("JOB_ID", "17"), ("STEP_ID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+    def run(rank: int, *words: str) -> tuple[str, str, str]:
+        seen = []
+
+        def task(cfg: DictConfig) -> None:
+            seen.append((HydraConfig.get().runtime.output_dir, HydraConfig.get().job.name, cfg.logger.csv.version))
+
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        monkeypatch.setattr(sys, "argv", ["main.py", "logger=csv", "run_dir=x", *words])
+        hydra_main(config_name="main", config_path=str(folder))(task)()
+        return seen[0]
+
+    path = str(folder / "outputs/job_17_0")
+    assert (run(0), run(1)) == ((path, "test_conf", ""), (path, "train_rank_1", ""))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run(0) == (path, "test_conf", "1")  # the log before the restart stays
+    monkeypatch.setenv("SLURM_STEP_ID", "1")  # the job script's second srun is another run
+    assert run(0)[0] == str(folder / "outputs/job_17_1")
+    assert run(0, "hydra.run.dir=other")[0] == str(folder / "other")
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # an interactive shell starts many runs
+    assert "job_17" not in run(0)[0]
 
 
 @pytest.mark.parametrize("words", [["-c", "job"], ["--version"]])
@@ -757,9 +808,12 @@ def test_refused_optimizers_and_schedulers_end_with_a_message(
         assert part in message
 
 
-def test_a_schedule_over_a_fit_without_end_is_refused(chosen: Compose, message_of: Callable[..., str]) -> None:
+@pytest.mark.parametrize("total", [math.inf, -1])
+def test_a_schedule_over_a_fit_without_end_is_refused(
+    chosen: Compose, message_of: Callable[..., str], total: float
+) -> None:
     def task(cfg: DictConfig) -> None:
-        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], math.inf)
+        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], total)
 
     message = message_of(lambda: chosen("optimizer=adamw", "scheduler=cosine"), task)
     assert message.startswith("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps")
@@ -792,6 +846,14 @@ def test_a_missing_logger_package_is_named(
         monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{name}", False)
     message = message_of(lambda: composed("logger=tensorboard"), build_trainer)
     assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
+
+
+def test_more_devices_than_gpus_are_refused_with_what_to_use(
+    composed: Compose, message_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = message_of(lambda: composed("trainer.accelerator=gpu", "trainer.devices=2"), build_trainer)
+    assert message.endswith("Use fewer trainer.devices, or trainer=cpu, where a rank is a process on the CPU.")
 
 
 @pytest.mark.slow

@@ -632,7 +632,8 @@ def test_a_memory_map_is_nanogpts_format_and_may_be_read_only(gpt2: SimpleNamesp
         (None, r"train\.bin does not exist: check data\.path, or write the file by examples/gpt2/prepare\.py"),
         (b"", r"train\.bin has 0 bytes: expected uint16 tokens"),
         (b"\1\2\3", r"train\.bin has 3 bytes: expected uint16 tokens"),
-        (b"\1\1" * 20, r"val\.bin has the token 257, but the tokenizer has 256: set data\.tokenizer"),
+        (b"\1\1" * 20, r"train\.bin has the token 257, but the tokenizer has 256: set data\.tokenizer"),
+        (b"\1\0" * 20, r"val\.bin has the token 257, but the tokenizer has 256: set data\.tokenizer"),
     ],
 )
 def test_unusable_token_files_are_refused(
@@ -640,7 +641,7 @@ def test_unusable_token_files_are_refused(
 ) -> None:
     if content is not None:
         (tmp_path / "train.bin").write_bytes(content)
-        (tmp_path / "val.bin").write_bytes(content)
+        (tmp_path / "val.bin").write_bytes(b"\1\1" * 20)
     with pytest.raises(ValueError, match=message):
         gpt2.data.TokenData(str(tmp_path), context=8, batch_size=4, epoch_steps=2)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero.integration import engines
+from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.options import NVME_PATH, StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.integration.preflight import _what_fits
@@ -50,6 +51,14 @@ def test_remedies_save_memory_on_the_side_that_has_run_out(store: str, on_host_a
     assert {f"strategy{on_host_alone}", "strategy.staging_buffer_mb=32"} <= on_host - on_device
     assert "strategy=zero3_offload" in on_device - on_host
     assert "strategy=zero2 strategy.offload_gradients=auto" in {*described.changes}
+
+
+def test_what_a_strategy_would_refuse_is_changed_with_it() -> None:
+    changes = {*memory(META, stage=2, offload_optimizer="cpu", offload_fraction=0.5).changes}
+    assert {"strategy=zero1 strategy.offload_fraction=1", "strategy=zero3_offload"} <= changes
+    for name in STRATEGIES:
+        if f"strategy={name}" in changes:
+            assert StrategyOptions(**STRATEGIES[name], offload_fraction=0.5)  # otherwise it would be refused
 
 
 def test_less_staging_memory_is_offered_where_memory_that_may_be_locked_is_short() -> None:

@@ -33,6 +33,9 @@ def train_by_command_lines(folder: Path) -> None:
     by_name = run_cli("fit", "--trainer.strategy=zero2_offload", *quiet)
     assert (by_name.stage, by_name.offload_optimizer) == (2, "cpu")
 
+    auto = ["--trainer.strategy=lightning_zero.ZeroAutoStrategy", "--trainer.strategy.init_args.preflight=warn"]
+    assert run_cli("fit", *auto, "--trainer.strategy.init_args.bucket_size_mb=3", *quiet).preflight == "warn"
+
     by_class = ["fit", "--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.init_args.stage=3", *quiet]
     by_class += ["--trainer.plugins+=lightning_zero.ZeroPrecision", "--trainer.plugins.init_args.precision=bf16-mixed"]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
