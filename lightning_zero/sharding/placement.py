@@ -265,8 +265,9 @@ class BucketPlacement(NamedTuple):
         if not self.trains:
             return MasterForm(dtype, self.shard_device)
         store = self.optimizer_store
-        # A frozen parameter keeps its full precision too, since checkpoints contain it.
-        cast = self.precision.needs_master(dtype) and (optimized or initial.itemsize > dtype.itemsize)
+        # A frozen parameter keeps its full precision too, since checkpoints contain it; bf16 does not hold fp16.
+        rounds = torch.promote_types(initial, dtype) != dtype
+        cast = self.precision.needs_master(dtype) and (optimized or rounds)
         # Updates can work on the shards directly if these rest in the memory in which the optimizer's store computes.
         shards = self.param_store
         beside = shards is store or (shards.exact and shards.memory == store.memory)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 STAGES = (0, 1, 2, 3)
+# Parameters of other dtypes, such as fp8, hold codes that their layer decodes, and are not cast.
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype of floating-point parameters in forward and backward; ``None``: the parameters' own.
-        keep_norms: leave the parameters of normalization layers in their own dtype. They are small, and a 16-bit norm
-            loses accuracy or refuses fp32 input.
+        keep_norms: leave the parameters of normalization layers in their own dtype, or in fp32 if this is a 16-bit one
+            other than ``param_dtype``. They are small, and a 16-bit norm loses accuracy or refuses fp32 input.
         reduce_dtype: dtype in which gradients are sent between ranks; ``None``: the dtype of the bucket.
         grad_dtype: dtype in which the owned slice of the reduced gradient is kept until the step, the same at every
             stage and in every store; ``None``: the reduce dtype, or fp32 if that is wider once a second micro-batch is
@@ -71,13 +73,16 @@ class MixedPrecisionPolicy:
 
     def target_dtype(self, dtype: torch.dtype, in_norm: bool) -> torch.dtype:
         """The dtype that a parameter of ``dtype`` takes in forward and backward."""
-        if self.param_dtype is None or not dtype.is_floating_point or (in_norm and self.keep_norms):
+        if self.param_dtype is None or dtype not in _NUMBERS:
             return dtype
+        if in_norm and self.keep_norms:
+            # 16 bits without a master would lose updates, and small squares of gradients in the optimizer's state.
+            return dtype if dtype == self.param_dtype else torch.promote_types(dtype, torch.float32)
         return self.param_dtype
 
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that a buffer of ``dtype`` takes."""
-        if self.param_dtype is None or not self.cast_buffers or not dtype.is_floating_point:
+        if self.param_dtype is None or not self.cast_buffers or dtype not in _NUMBERS:
             return dtype
         return self.param_dtype
 

@@ -294,17 +294,26 @@ def test_norms_keep_their_dtype_in_mixed_precision(layer: nn.Module) -> None:
     assert {bucket.dtype for bucket in buckets_of(root, 2, true)} == {torch.bfloat16}
 
 
+def test_norms_of_another_16_bit_dtype_become_fp32() -> None:
+    """They have no masters: an update would be rounded away, or divide by a square that is 0 in fp16."""
+    for loaded, expected in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        root = Tree(linear=nn.Linear(3, 3), norm=nn.LayerNorm(3)).to(loaded)
+        dtypes = {name: bucket.dtype for bucket in buckets_of(root, 2, BF16) for name in names_of(bucket)}
+        assert (dtypes["norm.weight"], dtypes["linear.weight"]) == (expected, torch.bfloat16)
+
+
 def test_weight_normalization_is_no_norm_layer() -> None:
     assert not is_norm(nn.Linear(3, 3))
     assert not is_norm(nn.Sequential(OrderedDict(norm=nn.ReLU())))
 
 
-def test_integer_parameters_are_not_cast() -> None:
+def test_integers_and_codes_are_not_cast() -> None:
     root = Tree(linear=nn.Linear(3, 3))
     root.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    root.codes = nn.Parameter(torch.arange(3).to(torch.float8_e4m3fn), requires_grad=False)  # beside a scale
     trained = list(root.linear.parameters())
     dtypes = {name: b.dtype for b in buckets_of(root, 2, BF16, optimized=trained) for name in names_of(b)}
-    assert dtypes["table"] == torch.int64
+    assert (dtypes["table"], dtypes["codes"]) == (torch.int64, torch.float8_e4m3fn)
 
 
 class Wrapped(Tensor):

@@ -1161,6 +1161,19 @@ def test_release_leaves_an_ordinary_module(stage: int, precision: MixedPrecision
     copy.deepcopy(model)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_fp16_base_keeps_its_digits_in_bf16(stage: int) -> None:
+    """Checkpoints and merged adapters have them, and what is trained later continues from them."""
+    model = make_model("mlp").half()
+    frozen = model.layers[0].weight.requires_grad_(False)
+    expected = frozen.detach().float()
+    assert not torch.equal(expected.bfloat16().float(), expected)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = driver.make_engine(model, Setup(stage, precision=BF16), Mesh.single(), optimizers=[optimizer])
+    engine.release()
+    assert torch.equal(frozen, expected)
+
+
 def test_an_engine_can_follow_another() -> None:
     session = alone(Setup(3))
     driver.run_step(session, [batch()])
