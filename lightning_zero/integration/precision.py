@@ -186,7 +186,8 @@ class ZeroPrecision(Precision):
         """Make a context in which operations on a type of device compute in this precision."""
         with contextlib.ExitStack() as stack:
             if self._autocast_dtype is not None:
-                stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
+                # Without the cache, as in Lightning: it would return casts of fp32 weights from before a step.
+                stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype, cache_enabled=False))
             if self._default_dtype is not None:
                 stack.enter_context(_default_dtype(self._default_dtype))
             yield

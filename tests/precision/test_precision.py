@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from strategy.fits import (
+    MOMENTUM,
     Fitted,
     Lit,
     Recipe,
@@ -498,9 +499,34 @@ def test_fp32_parameters_under_autocast_are_lightnings_own_arithmetic(pool: Rank
     assert_same(ours, plain)
 
 
-def fit_stock(flag: str, recipe: Recipe) -> Fitted:
+class CalledAgain(Lit):
+    """Calls its network twice before each of two steps of one training step."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            losses = [models.next_token_loss(self.model, each) for each in (batch, batch.flip(1))]
+            optimizer.zero_grad()
+            self.manual_backward(losses[0] + losses[1])
+            optimizer.step()
+
+
+@ranks(1)
+@main_names_and("flag", "bf16-mixed", "16-mixed")
+def test_weights_under_autocast_are_cast_at_every_use(pool: RankPool, name: str, flag: str) -> None:
+    """No use has a cast from before a step, and the gradients of two uses are summed in fp32."""
+    plain = pool.run(fit_stock, flag, MOMENTUM, CalledAgain)[0].weights
+    ours = pool.run(fit, name, MOMENTUM, CalledAgain, **asked(flag, param_dtype="float32"))[0].weights
+    assert_same(ours, plain)
+
+
+def fit_stock(flag: str, recipe: Recipe, module: type[Lit] = Lit) -> Fitted:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if flag == "16-mixed" else None
-    return fit("ddp", recipe, plugins=[MixedPrecision(flag, "cpu", scaler)])  # type: ignore[arg-type]
+    return fit("ddp", recipe, module, plugins=[MixedPrecision(flag, "cpu", scaler)])  # type: ignore[arg-type]
 
 
 @ranks(2)
