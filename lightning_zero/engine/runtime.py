@@ -34,7 +34,7 @@ from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.held import answer_for
 from lightning_zero.sharding.hooks import GradientHooks, UnshardHooks, install_refresh_hooks, install_unshard_hooks
-from lightning_zero.sharding.partition import check_exact, check_initialized, check_same, partition
+from lightning_zero.sharding.partition import check_compiled, check_exact, check_initialized, check_same, partition
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
@@ -75,8 +75,7 @@ class Engine:
             :func:`~lightning_zero.sharding.sharded_init.sharded_init` left in shards are unsharded one at a time at
             stage 3.
         placement: process groups, policies, device and stores.
-        optimized: parameters that optimizers will update (others may join later); ``None`` means all that require a
-            gradient.
+        optimized: parameters that optimizers will update (others may join later); ``None``: all with a gradient.
         units: see :func:`~lightning_zero.sharding.partition.find_units`.
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
         scaler: chooses the factor of :meth:`scale_loss` for all optimizers; ``None``: no scaling. See ``SharedScaler``.
@@ -94,7 +93,7 @@ class Engine:
 
     Raises:
         CollectiveError: where the ranks hold different modules.
-        ValueError: an engine that only evaluated has rounded values that are needed here.
+        ValueError: values that are needed here were rounded, or a graph contains units at stage 3.
     """
 
     def __init__(
@@ -125,6 +124,7 @@ class Engine:
         self._shadow_numbers = itertools.count()
         rest = bucket_size_mb, persistence_numel, None, whole
         unit_list, specs = partition(module, placement, optimized, units, *rest)
+        check_compiled(module, unit_list if placement.sharding.shard_params else ())
         check_initialized(specs)
         check_exact(specs, placement)
         check_same(specs, placement.mesh.world)

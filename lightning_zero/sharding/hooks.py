@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,10 +25,9 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
-from lightning_zero.sharding.compiled import Arguments, Handle, attach, inside_graphs, is_compiled, named_modules
+from lightning_zero.sharding.compiled import Arguments, Handle, attach, inside_graphs, is_compiled
 from lightning_zero.sharding.left_tensors import LeftTensors
 from lightning_zero.sharding.partition import Unit
 from lightning_zero.torch_private import (
@@ -396,12 +395,8 @@ def install_unshard_hooks(
         units: the units of the module, in module order.
         gather: unshards the buckets that belong to unit number n only.
         on_unit_end: ``on_backward_end`` of the units; see :class:`UnshardHooks`.
-
-    Raises:
-        ValueError: a unit lies inside a compiled module.
     """
     around = inside_graphs(bucket_map.module)
-    _check_compiled(bucket_map.module, units, around)
     installed: list[UnshardHooks] = []
     inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
 
@@ -421,15 +416,3 @@ def install_unshard_hooks(
         if read and id(module) not in unit_modules and id(module) not in around:
             install(UnshardHooks(read, unit=inside.get(id(module))), module)
     return installed
-
-
-def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:
-    """Raise if a unit lies inside a compiled module, where it cannot gather its parameters."""
-    for unit in units:
-        if (compiled := around.get(id(unit.module))) is not None:
-            name = next(name for name, module in named_modules(root) if module is compiled)
-            as_unit = advice(Case.COMPILED_AS_A_WHOLE, ", ").format(name=name) if name else ""
-            raise ValueError(
-                f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
-                f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"
-            )

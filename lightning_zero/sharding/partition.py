@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.collective_errors import CollectiveError
 from lightning_zero.sharding.collectives import Group
-from lightning_zero.sharding.compiled import named_modules, original, plain_name
+from lightning_zero.sharding.compiled import inside_graphs, named_modules, original, plain_name
 from lightning_zero.sharding.layout import FlatLayout
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
@@ -346,6 +346,23 @@ def make_buckets(
                 bucket.units.append(unit)
             bucket.specs.append(spec)
     return buckets
+
+
+def check_compiled(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Checks that no unit lies inside a compiled module, where it could not gather its parameters.
+
+    Raises:
+        ValueError: a unit does; the message names it and the compiled module.
+    """
+    around = inside_graphs(root)
+    for unit in units:
+        if (compiled := around.get(id(unit.module))) is not None:
+            name = next(name for name, module in named_modules(root) if module is compiled)
+            as_unit = advice(Case.COMPILED_AS_A_WHOLE, ", ").format(name=name) if name else ""
+            raise ValueError(
+                f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
+                f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"
+            )
 
 
 def check_initialized(buckets: Sequence[BucketSpec]) -> None:
