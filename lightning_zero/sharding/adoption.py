@@ -1,6 +1,6 @@
 """Constructs buckets: takes over the initial values of parameters, and makes the masters that updates need.
 
-:func:`release` gives the values back.
+:func:`release` gives the values back, and :func:`give_up` does where not all buckets could be made.
 
 Masters are made from the initial values before these are cast, never from rounded values.
 """
@@ -18,7 +18,7 @@ from lightning_zero.sharding.bucket import Bucket, BucketState, absorb_edits
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.held import release_parameter
 from lightning_zero.sharding.masters import CopyMaster, NoMaster, SplitMaster, StoreHome
-from lightning_zero.sharding.pending import mark_ordinary
+from lightning_zero.sharding.pending import mark_freed, mark_ordinary
 from lightning_zero.sharding.rounded import mark_rounded
 from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
 from lightning_zero.storage import Memory, Rested, note_freed
@@ -53,7 +53,11 @@ def make_bucket(name: str, form: BucketForm, detect_data_edits: bool = False) ->
     if placement.rounds(bucket.initial_dtype, dtype):
         bucket.rounded.update(range(len(bucket.parameters)))
     own = NoMaster(shard, placement.shard_memory)
-    bucket.begin(flat, shard, own if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
+    try:
+        bucket.begin(flat, shard, own if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
+    except BaseException:
+        give_up(bucket)
+        raise
     return bucket
 
 
@@ -96,6 +100,9 @@ def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
         del values  # before the next one is gathered
         parameter.data = bucket.view(flat, index)
         note_freed(parameter, parameter.nbytes)
+        mark_freed(parameter, bucket.names[index])  # an error may come before all values have gone to the shards
+    for parameter in bucket.parameters:
+        mark_ordinary(parameter)
 
 
 def _broadcast(bucket: Bucket, index: int) -> Tensor:
@@ -199,7 +206,29 @@ def release(bucket: Bucket) -> None:
     """Gives every parameter an ordinary tensor at full precision; the bucket is of no use afterwards. Collective."""
     if bucket.state is BucketState.GATHERED:
         bucket.absorb_edits()
-    full = bucket.gather_master()
+    _hand_back(bucket, bucket.gather_master())
+
+
+@torch.no_grad()
+def give_up(bucket: Bucket) -> None:
+    """Releases a new bucket after an error, which other ranks may not have: without communication.
+
+    The parameters get the values that this rank has, rounded ones if the masters are in shards. If it has only a shard
+    of the parameters, they stay freed; :func:`~lightning_zero.sharding.partition.check_initialized` finds them.
+    """
+    if bucket.layout.shards == 1:
+        _hand_back(bucket, bucket.gather_master())
+    elif bucket.shards_params:
+        for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+            mark_freed(parameter, name)
+    else:
+        if bucket.master.dtype != bucket.dtype:
+            bucket.rounded.update(range(len(bucket.parameters)))
+        _hand_back(bucket, bucket.flat)
+
+
+def _hand_back(bucket: Bucket, full: Tensor) -> None:
+    """Gives the parameters tensors of their own, with values of the layout of ``flat``."""
     for index, (view, parameter) in enumerate(zip(bucket.views(full), bucket.parameters, strict=True)):
         mark_ordinary(parameter)
         release_parameter(parameter)

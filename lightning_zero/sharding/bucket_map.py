@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.sharding.adoption import begin_to_train, make_bucket, release
+from lightning_zero.sharding.adoption import begin_to_train, give_up, make_bucket, release
 from lightning_zero.sharding.bucket import Bucket, BucketState, absorb_edits
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.full_precision import end_masters, show_masters, take_masters
@@ -23,6 +23,8 @@ from lightning_zero.sharding.rounded import lost_digits
 
 class BucketMap:
     """Makes the buckets of a module and looks them up. Construction is collective.
+
+    If it fails or is interrupted, it releases what was made; see :func:`~lightning_zero.sharding.adoption.give_up`.
 
     Attributes:
         module: the module tree.
@@ -48,10 +50,15 @@ class BucketMap:
     ) -> None:
         self.module = module
         self.placement = placement
-        self.buckets = [
-            make_bucket(_name(number, spec), BucketForm(spec, placement), detect_data_edits)
-            for number, spec in enumerate(specs)
-        ]
+        self.buckets: list[Bucket] = []
+        try:
+            for number, spec in enumerate(specs):
+                form = BucketForm(spec, placement)
+                self.buckets.append(make_bucket(_name(number, spec), form, detect_data_edits))
+        except BaseException:
+            while self.buckets:
+                give_up(self.buckets.pop())
+            raise
         self.refresher = Refresher(placement.mesh, self.buckets)
         self.root = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
         self.gradients = [BucketGradients(bucket) for bucket in self.buckets]

@@ -24,10 +24,12 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.collective_errors import CollectiveError
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.compiled import inside_graphs, named_modules, original, plain_name
+from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.sharding.layout import FlatLayout
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.sharding.rounded import lost_digits, rounded_to
+from lightning_zero.sharding.sharded_init import ShardedParameter
 from lightning_zero.torch_private import is_traceable_wrapper_subclass
 
 ROOT = "(root)"
@@ -369,9 +371,14 @@ def check_initialized(buckets: Sequence[BucketSpec]) -> None:
     """Checks that all parameters have values; parameters without values can be planned with, but not trained.
 
     Raises:
-        ValueError: a parameter is on the meta device.
+        ValueError: a parameter is on the meta device, or its values are gone.
     """
     for name, parameter in (spec for bucket in buckets for spec in bucket.specs):
+        if isinstance(parameter, FreedParameter) and not isinstance(parameter, ShardedParameter):
+            raise ValueError(
+                f"parameter {name!r} is freed, and its values are gone: an error or an interrupt ended the set-up in "
+                "which they were sharded. Make the module again"
+            )
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device and has no values; before training call "

@@ -1,8 +1,9 @@
 """Keeps track of parameters that were rounded: an engine that only evaluates casts parameters and keeps no master.
 
-Masters must not be made from rounded values, so a later training, or an evaluation in a wider dtype, must be able to
-find such parameters. A bucket lists the indices of its rounded parameters (``Bucket.rounded``). When it is released,
-they are marked until other values are written into them.
+So does an engine that is interrupted while it is made, if its masters are in shards. Masters must not be made from
+rounded values, so a later training, or an evaluation in a wider dtype, must be able to find such parameters. A bucket
+lists the indices of its rounded parameters (``Bucket.rounded``). When it is released, they are marked until other
+values are written into them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,6 @@ def rounded_to(parameter: Parameter) -> torch.dtype | None:
 def lost_digits(name: str, had: torch.dtype, needed: torch.dtype) -> ValueError:
     """The error for a parameter that was rounded to ``had`` although its values are needed in ``needed``."""
     return ValueError(
-        f"parameter {name!r} was cast to {had} for evaluation before any training, without a copy of its original "
-        f"values, and now its values are needed in {needed}{advice(Case.ROUNDED, '. ')}"
+        f"parameter {name!r} was cast to {had} for evaluation before any training, or in a set-up that did not end, "
+        f"without a copy of its original values, and now its values are needed in {needed}{advice(Case.ROUNDED, '. ')}"
     )

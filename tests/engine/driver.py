@@ -7,10 +7,11 @@ import copy
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -230,6 +231,20 @@ def run_step(
     if settle:
         session.engine.settle()
     return norm
+
+
+@contextlib.contextmanager
+def interrupting(owner: Any, name: str, number: int) -> Iterator[None]:
+    """Ctrl-C in place of call `number` of a function or method, which ends the code inside."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def called(*args: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    with mock.patch.object(owner, name, called), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 class Piece(NamedTuple):

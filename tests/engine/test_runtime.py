@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engines_of, gathered_parameters
-from lightning_zero.sharding import Bucket, FreedParameter, Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding import Bucket, FreedParameter, Mesh, MixedPrecisionPolicy, bucket_map
 from lightning_zero.sharding.held import local_grad
 from lightning_zero.storage import HostStore
 from lightning_zero.update import make_updater
@@ -1181,6 +1181,48 @@ def test_an_engine_can_follow_another() -> None:
     expected = {name: value.clone() for name, value in session.model.state_dict().items()}
     second = driver.make_engine(session.model, Setup(2), Mesh.single())
     assert_equal(driver.copy_of_parameters(second), expected)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(bucket_map, "make_bucket"), (Bucket, "reshard")])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_the_set_up_is_interrupted_one_rank_gives_all_values_back(stage: int, owner: Any, name: str) -> None:
+    model = make_model("transformer")
+    with driver.interrupting(owner, name, 2):
+        driver.make_engine(model, Setup(stage, precision=BF16), Mesh.single())
+    assert_equal(model.state_dict(), make_model("transformer").state_dict())
+    assert all(type(p) is Parameter for p in model.parameters())
+    engine = driver.make_engine(model, Setup(stage, precision=BF16), Mesh.single())
+    assert_equal(engine_values(engine), make_model("transformer").state_dict())
+
+
+def engine_values(engine: Engine) -> dict[str, Tensor]:
+    """The masters by name."""
+    with engine.gathered(engine.module.parameters(), full_precision=True):
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def check_interrupted_set_ups() -> None:
+    expected, mesh = make_model("transformer").state_dict(), Meshes().of(Setup())
+    for setup, message in (
+        (Setup(2), ""),
+        (Setup(2, precision=BF16), r"'tokens.weight' was cast to torch.bfloat16.*in a set-up that did not end"),
+        (Setup(3), r"'tokens.weight' is freed.*ended the set-up.*Make the module again"),
+    ):
+        model = make_model("transformer")
+        with driver.interrupting(bucket_map, "make_bucket", 2):
+            driver.make_engine(model, setup, mesh)
+        if message:
+            with pytest.raises(ValueError, match=message):
+                driver.make_engine(model, setup, mesh)
+        else:
+            assert_equal(model.state_dict(), expected)
+            assert_equal(driver.copy_of_parameters(driver.make_engine(model, setup, mesh)), expected)
+
+
+@ranks(2)
+def test_where_the_set_up_is_interrupted_nothing_is_lost_in_silence(pool: RankPool) -> None:
+    """Where several ranks had the masters or the parameters in shards, the next engine says so."""
+    pool.run(check_interrupted_set_ups)
 
 
 def test_an_optimizer_that_outlives_its_engine_says_so() -> None:

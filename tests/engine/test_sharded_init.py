@@ -29,6 +29,7 @@ from lightning_zero.sharding import (
     MixedPrecisionPolicy,
     ShardedInit,
     ShardedParameter,
+    adoption,
     sharded_init,
     unshard_parameters,
 )
@@ -361,6 +362,19 @@ def unsharded_bytes_of_engine() -> tuple[int, int]:
 def test_an_engine_gathers_one_parameter_at_a_time(pool2: RankPool) -> None:
     for peak, largest in pool2.run(unsharded_bytes_of_engine):
         assert peak == largest
+
+
+def interrupt_an_engine() -> None:
+    mesh = Meshes().of(Setup(stage=3))
+    model, _ = in_shards(mesh, KINDS["mlp"])
+    with driver.interrupting(adoption, "_broadcast", 2):
+        driver.make_engine(model, Setup(stage=3), mesh)
+    with pytest.raises(ValueError, match=r"'layers.0.weight' is freed, and its values are gone"):
+        driver.make_engine(model, Setup(stage=3), mesh)
+
+
+def test_an_engine_that_is_interrupted_leaves_no_values_that_nobody_wrote(pool2: RankPool) -> None:
+    pool2.run(interrupt_an_engine)
 
 
 # ---------------------------------------------------------------------------------------------- outside the context
