@@ -446,7 +446,8 @@ class Bucket:
             dtype: dtype of the elements.
             memory: memory in which ``read`` returns them.
         """
-        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
+        with torch.inference_mode(False):  # an edit of an inference tensor, which parameters may show, leaves no trace
+            full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
         first, last = self.layout.shard_range(self.placement.mesh.shard.rank)
         for low, high in pieces(self.placement.optimizer_store.tile, 0, last - first):
             target = full[first + low : first + high]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankPool, ranks
@@ -242,10 +243,19 @@ class Teaches(Lit):
                 assert torch.equal(seen, full_param(parameter).to(seen.dtype))
 
 
+class TeachesInInferenceMode(Teaches):
+    @torch.inference_mode()
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        super().on_train_batch_end(outputs, batch, index)
+
+
 @ranks(2)
+@pytest.mark.parametrize("module", [Teaches, TeachesInInferenceMode])
 @main_names_and("precision", "bf16-mixed", "bf16-true")
-def test_an_average_by_hand_moves_at_full_precision(pool: RankPool, name: str, precision: str) -> None:
-    fitted = pool.run(fit, name, MOMENTUM, Teaches, precision=precision)[0]
+def test_an_average_by_hand_moves_at_full_precision(
+    pool: RankPool, name: str, precision: str, module: type[Lit]
+) -> None:
+    fitted = pool.run(fit, name, MOMENTUM, module, precision=precision)[0]
     averaged = {name: fitted.weights[f"teacher.{name}"] for name in fitted.notes[0]}
     assert_same(averaged, fitted.notes[0])
     start = MOMENTUM.make_model().state_dict()
