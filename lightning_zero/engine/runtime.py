@@ -165,7 +165,7 @@ class Engine:
         with self._map.refresher.reading(), self._activations.saving(), self._root.forward():
             self.prefetcher.begin_pass()
             try:
-                with self.timers.phase(Phase.FORWARD):
+                with self.timers.phase(Phase.FORWARD), UnshardHooks.forward(self._unshard_hooks):
                     yield
             finally:
                 if not torch.is_grad_enabled():

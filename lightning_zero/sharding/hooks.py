@@ -13,6 +13,7 @@ other input requires a gradient, as where reentrant checkpointing computes a uni
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,6 +133,20 @@ class UnshardHooks:
         """Detach the hooks from the module."""
         for handle in self._handles:
             handle.remove()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def forward(installed: Sequence[UnshardHooks]) -> Iterator[None]:
+        """Surrounds a forward: if it raises, calls that have not returned will not.
+
+        torch runs no hook at the end of a call that Ctrl-C or :class:`SystemExit` ends.
+        """
+        try:
+            yield
+        except BaseException:
+            for hooks in installed:
+                hooks._calls.clear()
+            raise
 
     def end_backward(self) -> None:
         """Forget calls whose backward has no end that a hook could see; called after the outermost backward."""

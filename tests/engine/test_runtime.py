@@ -161,6 +161,20 @@ def test_a_unit_whose_forward_raises_is_freed() -> None:
         assert all(is_freed(b) for b in session.engine.buckets)
 
 
+def test_a_unit_whose_forward_was_interrupted_computes_no_more() -> None:
+    """For such an error torch calls no hook of the module."""
+    session = alone(Setup(3))
+    engine, block = session.engine, session.model.blocks[0]
+    with driver.interrupting(block.down, "forward", 1), engine.forward_context():
+        session.model(batch()[:, :-1])
+    with engine.forward_context():
+        loss = models.next_token_loss(session.model, batch())
+    assert [is_freed(b) for b in engine.buckets if "(root)" not in b.name] == [True, True]
+    driver.backward(engine, loss)
+    x = torch.ones(1, 2, models.WIDTH)
+    assert torch.equal(block.up(x), place.placed(make_model("transformer")).blocks[0].up(x))
+
+
 class DetachedUse(nn.Module):
     """A block that reads its weight once without a gradient, before the use that has one."""
 
