@@ -117,7 +117,7 @@ class UnshardHooks:
         self._on_backward_end = on_backward_end
         self._unit = unit
         self._calls: list[_Call] = []  # forward calls that have not returned
-        self._in_backward = 0  # number of calls whose backward has begun and not ended
+        self._in_backward = 0  # number of calls of a unit whose backward has begun and not ended
         # Set by a backward with `create_graph`: a second backward needs the same parameters, so the flush frees them.
         self._twice = False
         self._generation = object()  # replaced at every flush
@@ -249,7 +249,8 @@ class UnshardHooks:
         """Gather the buckets: a gradient of a call's outputs has arrived."""
         self._gather()
         self._twice |= torch.is_grad_enabled()
-        if call.begun is not self._generation:
+        # Not of a module that is no unit: nothing tells when its backward ends, which user code may run by itself.
+        if self._on_backward_end is not None and call.begun is not self._generation:
             call.begun = self._generation
             self._in_backward += 1
 

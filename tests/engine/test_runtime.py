@@ -1136,6 +1136,30 @@ def test_parts_of_a_sharded_model_can_be_called(pool: RankPool, with_gradient: b
     pool.run(check_direct_call, with_gradient)
 
 
+def gradients_of_a_part(model: Any, run: Callable[[Tensor], None]) -> list[Tensor | None]:
+    """A part of a block is called and differentiated by itself, and called again for an input of its block."""
+    block = model.blocks[1]
+    first, second = (torch.full((1, 2, models.WIDTH), x, device=place.device(), requires_grad=True) for x in (1.0, 2.0))
+    (slope,) = torch.autograd.grad(block.project(first).sum(), first)
+    run(block(block.project(second)).square().sum())
+    return [slope, second.grad]
+
+
+def check_a_part_by_itself() -> None:
+    session, plain = started(Setup(3)), place.placed(make_model("transformer"))
+    expected = gradients_of_a_part(plain, Tensor.backward)
+    found = gradients_of_a_part(session.model, lambda loss: driver.backward(session.engine, loss))
+    torch.testing.assert_close(found, expected)
+    for (name, mine), theirs in zip(session.model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(session.engine.full_grad(mine), theirs.grad, msg=name)
+    assert all(map(is_freed, session.engine.buckets))
+
+
+def test_a_part_may_be_differentiated_by_itself(pool1: RankPool) -> None:
+    pool1.run(check_a_part_by_itself)
+
+
 def check_values_after_step(stage: int) -> None:
     """What forward reads after a step is new, without a call to settle."""
     session = started(Setup(stage))
