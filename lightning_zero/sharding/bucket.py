@@ -270,8 +270,8 @@ class Bucket:
             self._await_shards()  # the gather must not write to freed memory
         elif self.state is BucketState.GATHERED:
             self.absorb_edits()
+        self._become(BucketState.SHARDED)  # first: the state of freed memory must not be GATHERED, even after Ctrl-C
         self.flat.untyped_storage().resize_(0)
-        self._become(BucketState.SHARDED)
 
     def _become(self, state: BucketState) -> None:
         """Enter ``state``, and show the parameters as what they are: freed, pending or ordinary ones.

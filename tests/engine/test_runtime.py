@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engines_of, gathered_parameters
-from lightning_zero.sharding import Bucket, FreedParameter, Mesh, MixedPrecisionPolicy, bucket_map
+from lightning_zero.sharding import Bucket, BucketState, FreedParameter, Mesh, MixedPrecisionPolicy, bucket_map
 from lightning_zero.sharding.held import local_grad
 from lightning_zero.storage import HostStore
 from lightning_zero.update import make_updater
@@ -173,6 +173,24 @@ def test_a_unit_whose_forward_was_interrupted_computes_no_more() -> None:
     driver.backward(engine, loss)
     x = torch.ones(1, 2, models.WIDTH)
     assert torch.equal(block.up(x), place.placed(make_model("transformer")).blocks[0].up(x))
+
+
+def test_what_is_freed_counts_as_freed_at_once() -> None:
+    """Ctrl-C comes when the memory of a unit has just been freed."""
+    session = alone(Setup(3))
+    block, x = session.model.blocks[0], torch.ones(1, 2, models.WIDTH)
+    resize = torch.UntypedStorage.resize_
+
+    def interrupted(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        if not size:
+            raise KeyboardInterrupt
+
+    with torch.no_grad():
+        with mock.patch.object(torch.UntypedStorage, "resize_", interrupted), pytest.raises(KeyboardInterrupt):
+            block(x)
+        assert {bucket.state for bucket in session.engine.buckets} == {BucketState.SHARDED}
+        assert torch.equal(block(x), place.placed(make_model("transformer")).blocks[0](x))
 
 
 class DetachedUse(nn.Module):
