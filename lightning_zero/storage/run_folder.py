@@ -16,6 +16,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ class RunFolder:
                 error.errno, f"{self.path} cannot be made: {error.strerror}{advice(Case.DISK_PATH, '. ')}", str(base)
             ) from error
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        util.Finalize(self, self.remove, exitpriority=0)  # a process of `multiprocessing` ends without `atexit`
 
     @staticmethod
     def place(base: Path, run: str, rank: int) -> Path:

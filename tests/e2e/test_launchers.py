@@ -76,10 +76,14 @@ def test_a_run_trains_as_one_process_would_until_a_rank_raises(
 
 @pytest.mark.slow
 def test_forked_and_spawned_ranks_train_as_one_process_would(tmp_path: Path) -> None:
-    """After a spawned run the module of the main process is whole, at stage 3 too."""
-    strategies = [{"stage": 2, "start_method": "fork"}, {"stage": 3, "start_method": "spawn"}]
+    """After a spawned run the main process has the whole module, at stage 3 too; state on a disk goes with its rank."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    on_disk = {"offload_optimizer": "nvme", "nvme_path": str(disk)}
+    strategies = [{"stage": 2, "start_method": "fork", **on_disk}, {"stage": 3, "start_method": "spawn"}]
     status, _, _ = launch(PLAIN, tmp_path, *({"strategy": strategy} for strategy in strategies))
     assert status == 0
+    assert not [*disk.iterdir()]
     for number, strategy in enumerate(strategies):
         check_weights(tmp_path / f"{number}.pt", strategy)
 

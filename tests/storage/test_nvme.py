@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import multiprocessing
 import os
 import random
 import re
@@ -620,6 +621,23 @@ def test_the_child_of_a_fork_removes_no_folder(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert folder.path.is_dir()
+
+
+def keep_a_folder(path: Path) -> None:
+    """Until the process ends."""
+    KEPT.append(RunFolder(path, "mine", 0))
+
+
+KEPT: list[RunFolder] = []
+
+
+def test_a_rank_that_was_forked_removes_its_folder(tmp_path: Path) -> None:
+    """Processes of `multiprocessing` end by `os._exit`."""
+    rank = multiprocessing.get_context("fork").Process(target=keep_a_folder, args=(tmp_path,))
+    rank.start()
+    rank.join(240)
+    assert rank.exitcode == 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
