@@ -1,7 +1,8 @@
 """The folder of a rank's files on a disk. The rank removes it at its end; if it was killed, the next run does.
 
 A run has a folder ``lightning_zero-<run id>`` at the path, and each of its ranks has a folder ``rank<k>`` in that. The
-rank locks its folder (flock) as long as it lives. A folder without a lock is left over from a run that has died.
+rank locks the file ``owner`` in it (flock) as long as it lives. A folder whose file is not locked, or missing, is left
+over from a run that has died. It is a file since network file systems lock folders for one machine alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_zero.storage.disk_file import DiskError
 log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_zero-"
+_OWNER = "owner"
 _NEW = ".new-"  # prefix of a folder that its owner is about to lock
 _NEW_SECONDS = 60.0  # an owner that has not locked its folder by then has died
 
@@ -61,9 +63,10 @@ class RunFolder:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             new.mkdir(mode=0o700)
-            lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            Path(new, "owner").write_text(f"process {os.getpid()} of {socket.gethostname()}\n")
+            lock = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # where it cannot be locked, no other run can lock and remove it
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, b"process %d" % os.getpid() + _of_this_host())
             new.rename(self.path)  # others see it only when it is locked; it fails if the place has an owner
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
@@ -90,17 +93,24 @@ def _check_base(base: Path) -> None:
 def _remove(path: Path, lock: int, process: int) -> None:
     if os.getpid() != process:
         return  # in the child of a fork, which has inherited the lock
+    with contextlib.suppress(OSError):
+        for file in path.iterdir():
+            if file.name != _OWNER:  # it says until the end that nobody else need remove them
+                file.unlink()
+    os.close(lock)  # before the rest: NFS keeps a file that is open
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()  # by the last rank
-    os.close(lock)
 
 
 def remove_stale(base: Path) -> list[Path]:
-    """Remove the folders that ranks which have died have left at ``base``; returns them."""
-    removed = []
+    """Remove the folders that ranks which have died have left at ``base``; returns them.
+
+    On a network file system those of other machines stay: some let each machine lock files for itself.
+    """
+    removed, of = [], _of_this_host() if file_system(base).on_network else b""
     for run in sorted(base.glob(f"{_PREFIX}*")):
-        found = [folder for folder in _rank_folders(run) if _remove_if_dead(folder)]
+        found = [folder for folder in _rank_folders(run) if _remove_if_dead(folder, of)]
         if found:
             log.warning("removed %s, which a run that has died had left", ", ".join(map(str, found)))
             with contextlib.suppress(OSError):
@@ -117,20 +127,24 @@ def _rank_folders(run: Path) -> Iterator[Path]:
                 yield folder
 
 
-def _remove_if_dead(folder: Path) -> bool:
+def _of_this_host() -> bytes:
+    """The end of what a rank of this machine writes into the file ``owner``."""
+    return f" of {socket.gethostname()}\n".encode()
+
+
+def _remove_if_dead(folder: Path, of: bytes) -> bool:
+    """Remove the folder if nobody has locked it, and what its owner has written ends so."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with (folder / _OWNER).open("r+b") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not owner.read().endswith(of):
+                return False
+    except FileNotFoundError:
+        pass  # it died while it made or removed the folder
     except OSError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        return not folder.exists()
-    finally:
-        os.close(lock)
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 class FileSystem(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -25,11 +26,20 @@ from helpers.slow_disk import SlowDisk
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.storage import DiskError, DiskStore, Executor, HostStore, InlineExecutor, ThreadExecutor, nvme
+from lightning_zero.storage import (
+    DiskError,
+    DiskStore,
+    Executor,
+    HostStore,
+    InlineExecutor,
+    ThreadExecutor,
+    nvme,
+    run_folder,
+)
 from lightning_zero.storage.disk_file import ALIGNMENT, DiskFile
 from lightning_zero.storage.nvme import DiskTensor, tile_numel
 from lightning_zero.storage.rested import changing, keep, pieces
-from lightning_zero.storage.run_folder import RunFolder, file_system, remove_stale
+from lightning_zero.storage.run_folder import FileSystem, RunFolder, file_system, remove_stale
 
 TILE = 4096
 BUFFER = TILE * 16 * 3
@@ -597,6 +607,7 @@ def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.launch
 def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
+    """On a network file system another machine does not remove it: what is locked may be so for one machine alone."""
     with other_run(tmp_path) as process:
         folder = RunFolder(tmp_path, "mine", 0)
         theirs = RunFolder.place(tmp_path, "other", 3)
@@ -605,9 +616,14 @@ def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
             RunFolder(tmp_path, "other", 3)
         assert not remove_stale(tmp_path)
         assert Path(theirs, "state.bin").exists()
+        with Path(theirs, "owner").open("r+") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a file: the lock of a folder does not reach a server
         process.kill()
         process.wait(timeout=240)
-        assert remove_stale(tmp_path) == [theirs]
+        with mock.patch.object(run_folder, "file_system", return_value=FileSystem("nfs4")):
+            with mock.patch("socket.gethostname", return_value="elsewhere"):
+                assert not remove_stale(tmp_path)
+            assert remove_stale(tmp_path) == [theirs]
     assert [*tmp_path.iterdir()] == [folder.path.parent]
     del folder
     gc.collect()
