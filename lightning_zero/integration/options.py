@@ -169,8 +169,7 @@ class StrategyOptions:
         if self.nvme_path is not None:
             if not isinstance(self.nvme_path, str | os.PathLike) or not os.fspath(self.nvme_path):
                 raise TypeError(f"nvme_path={self.nvme_path!r} must be the path of a folder, such as '/local_nvme'")
-            # A checkpoint holds no path objects. YAML files are not read by a shell, which would expand "~".
-            object.__setattr__(self, "nvme_path", str(Path(self.nvme_path).expanduser()))
+            object.__setattr__(self, "nvme_path", _absolute(self.nvme_path))
         elif self.uses_disk:
             if not (path := os.environ.get(NVME_PATH)):
                 raise ValueError(
@@ -178,7 +177,7 @@ class StrategyOptions:
                     f"nvme_path='/local_nvme'; or set the environment variable {NVME_PATH}, which also works for the "
                     "names that end in _nvme"
                 )
-            object.__setattr__(self, "nvme_path", path)
+            object.__setattr__(self, "nvme_path", _absolute(path))
 
     def _check_gradients(self) -> None:
         where, optimizer = self.offload_gradients, self.offload_optimizer
@@ -202,7 +201,8 @@ class StrategyOptions:
     @property
     def disk_path(self) -> str | None:
         """The folder on the disk, if one is named by the option or the environment variable; otherwise ``None``."""
-        return self.nvme_path or os.environ.get(NVME_PATH) or None
+        path = self.nvme_path or os.environ.get(NVME_PATH)
+        return _absolute(path) if path else None
 
     @property
     def in_flight_bytes(self) -> int:
@@ -336,6 +336,14 @@ def check_names(strategy: str, given: Iterable[str], known: Sequence[str]) -> No
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise TypeError(f"{strategy} has no option {name!r}; {hint}The options are: {', '.join(known)}")
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """The same folder, also after the program has gone to another one.
+
+    YAML files are not read by a shell, which would expand "~". A checkpoint holds no path objects.
+    """
+    return str(Path(path).expanduser().absolute())
 
 
 def _check_positive(name: str, value: object, expectation: str, zero: bool = False, most: float = math.inf) -> None:

@@ -194,6 +194,28 @@ def test_a_plan_knows_the_bytes_on_the_disk(
     assert not [*tmp_path.iterdir()]
 
 
+class GoElsewhere(Callback):
+    """Changes the working folder of the process."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        os.chdir("/")
+
+
+def fit_beside(path: Path) -> None:
+    """With the path of the disk relative to the folder of the process."""
+    os.chdir(path)
+    trainer = make_trainer(nvme("zero2_nvme", Path("disk")), callbacks=[GoElsewhere()])
+    trainer.fit(Lit(Recipe(steps=1)))
+    assert [*(path / "disk").iterdir()]
+    trainer.strategy.release()  # type: ignore[attr-defined]
+
+
+def test_a_relative_path_is_found_again(pool1: RankPool, tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    pool1.run(fit_beside, tmp_path)
+    assert not [*disk.iterdir()]
+
+
 class FillTheDisk(Callback):
     """Saves a checkpoint after two steps; on one rank the disk is full from then on."""
 

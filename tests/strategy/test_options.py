@@ -118,9 +118,12 @@ def test_a_place_of_gradients_without_state_on_a_disk_is_refused(where: Any, opt
     StrategyOptions(offload_optimizer="cpu", offload_gradients="cpu")
 
 
-def test_a_path_may_begin_at_home() -> None:
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell reads a YAML file."""
     assert StrategyOptions(stage=2, nvme_path="~/disk").nvme_path == str(Path.home() / "disk")
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "~/disk")
+    assert StrategyOptions(stage=2).disk_path == str(Path.home() / "disk")
+    assert StrategyOptions(stage=2, offload_optimizer="nvme").nvme_path == str(Path.home() / "disk")
 
 
 def test_what_is_replaced_is_checked() -> None:
