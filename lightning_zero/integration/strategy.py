@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -364,6 +365,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
         if fitting and self.options.update_in_backward:
             in_backward.check(trainer, self.lightning_module, optimizers, self.precision_plugin)
+        if fitting or self._engine is None:
+            # An earlier Trainer and its module refer to each other: what it has sharded would stay beside this run's.
+            gc.collect()
         if self._engine is not None and not self._engine.released:
             self._engine.in_backward.share()  # one rank alone may know that an earlier fit has left torn weights
         self._settle_options(trainer, optimizers if fitting else None)

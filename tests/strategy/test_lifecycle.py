@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from helpers import models, place
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
@@ -445,6 +447,35 @@ def test_an_error_of_the_teardown_hides_none_from_before(pool1: RankPool) -> Non
     assert notes == ["The teardown after it failed too: RuntimeError('the device is lost')"]
     ((error, _, torn_down),) = pool1.run(end_in_vain, False)
     assert (error, torn_down) == ("RuntimeError('the device is lost')", True)
+
+
+class Look(Callback):
+    """Notes whether an object is still there when the fit has its shards."""
+
+    def __init__(self, earlier: weakref.ref[Any]) -> None:
+        self.earlier = earlier
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.gone = self.earlier() is None
+
+
+def fit_fold_after_fold() -> bool:
+    """Whether the engine of a Trainer is gone when the next one has its own, although Python collects nothing."""
+    gc.disable()
+    try:
+        trainer = make_trainer("zero2")
+        trainer.fit(Lit(MOMENTUM))
+        assert isinstance(trainer.strategy, ZeroStrategy)
+        look = Look(weakref.ref(trainer.strategy.engine))
+        trainer = make_trainer("zero2", callbacks=[look])
+        trainer.fit(Lit(MOMENTUM))
+    finally:
+        gc.enable()
+    return look.gone
+
+
+def test_a_fold_takes_no_memory_in_the_next(pool1: RankPool) -> None:
+    assert pool1.run(fit_fold_after_fold) == [True]
 
 
 class PartlyCompiled(Lit):
