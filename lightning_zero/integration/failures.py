@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable
+from types import TracebackType
 
 import lightning.pytorch as pl
 
@@ -57,6 +60,20 @@ class Failure:
         return position and f"batch {trainer.fit_loop.total_batch_idx} step {trainer.global_step} {position}"
 
 
+def tell_of_uncaught(board: Board) -> None:
+    """Have this process tell the other ranks of an error that nobody catches, before Python prints it."""
+    print_it, known = sys.excepthook, weakref.ref(board)  # the hook outlives the process group of the board
+
+    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            if (board := known()) is not None:
+                _tell_why(error, board, None)
+        finally:
+            print_it(kind, error, traceback)
+
+    sys.excepthook = tell
+
+
 def noting(failure: BaseException | None, end: Callable[[], object]) -> None:
     """Ends a part of a fit. If the fit has failed, an error here becomes a note of that failure."""
     try:
@@ -73,7 +90,7 @@ def _tell_why(exception: BaseException, board: Board, launcher: object) -> None:
     Args:
         exception: the error that ends this rank's fit.
         board: of the ranks.
-        launcher: of this process.
+        launcher: of this process; ``None``: it has started no ranks that it knows of.
     """
     if not is_communication_error(exception):
         board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from engine import driver
 from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from lightning import LightningModule
@@ -31,6 +33,7 @@ from strategy.fits import (
 from torch import Tensor, nn
 
 from lightning_zero import (
+    CollectiveError,
     DynamicLossScaler,
     ZeroFabricStrategy,
     ZeroPrecision,
@@ -479,6 +482,29 @@ def misfits(name: str, path: str) -> None:
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
 def test_nothing_is_loaded_of_what_does_not_fit(pool2: RankPool, name: str, tmp_path: Path) -> None:
     pool2.run(misfits, name, str(tmp_path / "saved.ckpt"))
+
+
+def fail_alone() -> str:
+    """The error of a rank: rank 1 fails in a step for which the other waits."""
+    fabric, recipe = make_fabric("zero2"), Recipe(steps=1)
+    model = recipe.make_model()
+    sharded, optimizer = fabric.setup(model, recipe.make_optimizer(model))
+    assert isinstance(fabric.strategy, ZeroFabricStrategy)
+    assert fabric.strategy._mesh is not None
+    driver.limit_waits(fabric.strategy._mesh, 1.0)
+    try:
+        if fabric.global_rank == 1:
+            raise LookupError("no such token")
+        train(fabric, recipe, sharded, optimizer)
+    except (LookupError, CollectiveError) as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # what Python does where nobody catches it
+        return str(error)
+    return ""
+
+
+def test_the_rank_that_waits_for_one_that_failed_repeats_its_error(pool2: RankPool) -> None:
+    waited, _ = pool2.run(fail_alone)
+    assert waited.endswith("because rank 1 failed: LookupError: no such token")
 
 
 def misuse(path: str) -> None:

@@ -24,6 +24,7 @@ from lightning_zero.integration import engines, preflight, private
 from lightning_zero.integration.fabric.base import ShardedModule
 from lightning_zero.integration.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.fabric.precision import FabricPrecision
+from lightning_zero.integration.failures import tell_of_uncaught
 from lightning_zero.integration.names import refuse_auto, register_auto_in, register_in
 from lightning_zero.integration.options import StrategyOptions, check_names
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
@@ -153,6 +154,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             options = self.options
             lanes = options.overlap, options.in_flight_bytes, options.staging_bytes
             self._executor = make_executor(self.root_device, *lanes)
+            tell_of_uncaught(self._mesh.board)  # the loop is the user's: nothing else sees its errors
         assert isinstance(self.precision, FabricPrecision)
         self.precision.device = self.root_device
 
