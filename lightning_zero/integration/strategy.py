@@ -50,7 +50,7 @@ from lightning_zero.integration.precision import ZeroPrecision, as_zero_precisio
 from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory, out_of_memory
-from lightning_zero.sharding import CollectiveError, Group, Mesh, ShardingPolicy
+from lightning_zero.sharding import CollectiveError, Group, Mesh, ShardingPolicy, Subject
 from lightning_zero.storage import InlineExecutor, make_executor
 
 
@@ -402,6 +402,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
                 callback.on_sharded(trainer, self.lightning_module)
         connector = private.checkpoint_connector(trainer)
         connector.dump_checkpoint = functools.partial(self._dump, connector)  # type: ignore[method-assign]
+        assert self._mesh is not None
+        for subject in (Subject.FAILURE, Subject.WAIT):
+            self._mesh.board.put(subject, "")  # of an earlier run, in which no rank is any more
 
     @override
     def _planned(self) -> Plan | None:

@@ -104,6 +104,37 @@ def test_the_rank_that_waits_for_one_that_failed_repeats_its_error(pool: RankPoo
     assert waited.endswith("because rank 1 failed: LookupError: no such token")
 
 
+class ReadsNotes(Lit):
+    """Raises in its first step of the first fit; reads the notes of all ranks when they begin the second."""
+
+    def on_fit_start(self) -> None:
+        dist.barrier()
+        board = mesh_of(self).board
+        self.notes.append([board.read(subject) for subject in (Subject.FAILURE, Subject.WAIT)])
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if len(self.notes) == 1:
+            raise LookupError("no such token")
+        return super().training_step(batch, index)
+
+
+def fit_after_a_failure() -> list[Any]:
+    """The notes at the start of each fit, and those after the first."""
+    trainer, lit = make_trainer("zero2"), ReadsNotes(Recipe(steps=1))
+    with pytest.raises(LookupError):
+        trainer.fit(lit)
+    board = mesh_of(lit).board
+    board.put(Subject.WAIT, "-")
+    left = [len(board.read(subject)) > 0 for subject in (Subject.FAILURE, Subject.WAIT)]
+    trainer.fit(lit)
+    return [*lit.notes, left]
+
+
+@ranks(2)
+def test_the_error_of_a_fit_explains_none_of_the_next(pool: RankPool) -> None:
+    assert pool.run(fit_after_a_failure) == [[[{}, {}], [{}, {}], [True, True]]] * 2
+
+
 @ranks(2)
 def test_a_loader_that_ran_out_is_named(pool: RankPool) -> None:
     first, second = pool.run(error_of, Uneven)
