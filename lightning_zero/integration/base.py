@@ -63,6 +63,7 @@ class EngineStrategy(DDPStrategy):
     _options: StrategyOptions
     _policy: ShardingPolicy
     _undo: list[Undo]  # restore methods that were replaced on objects that outlive the fit
+    _guards: list[Undo]  # those of callbacks that save a run which fails
     _executor: Executor
     _dtypes: dict[int, torch.dtype]  # of parameters by their ids, before the engine changed them
     _engine: Engine | None = None
@@ -193,6 +194,15 @@ class EngineStrategy(DDPStrategy):
     def undo_in_teardown(self, undo: Sequence[Undo]) -> None:
         """Restore replaced methods when this run is torn down."""
         self._undo += undo
+
+    def end_guards(self) -> None:
+        """Give callbacks that save a run which fails their methods back, when the run has ended or all have been told.
+
+        Not in the teardown of a run that succeeds: the hooks after it may fail, too.
+        """
+        guards, self._guards = self._guards, []
+        for end in guards:
+            end()
 
     def _planned(self) -> Plan | None:
         """Returns the plan of the run's memory, if it is known already."""

@@ -31,7 +31,11 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         _recover_checkpoints(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        result = super().launch(function, *args, trainer=trainer, **kwargs)
+        if trainer is not None:
+            assert isinstance(trainer.strategy, EngineStrategy)
+            trainer.strategy.end_guards()  # otherwise the callbacks are told of the error next
+        return result
 
     def ended_by_signal(self) -> str:
         """Says which of the ranks that this process started were ended by a signal, and could not report an error."""

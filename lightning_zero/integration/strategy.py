@@ -225,7 +225,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
         given = locals()  # by the names of the parameters, which are those of the options
         self._options = StrategyOptions(**{field.name: given[field.name] for field in fields(StrategyOptions)})
         self._policy = ShardingPolicy.from_stage(self.options.stage)
-        self._undo = []
+        self._undo, self._guards = [], []
         self.memory: Memory | None = None  # of the running fit, or of an evaluation that no fit preceded
         self._dtypes = {}
         self._executor = InlineExecutor()
@@ -295,7 +295,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
                 # Callbacks set up before the strategy, and an earlier run may have sharded the module.
                 self._undo += patches.unshard_for(callback, self._unsharded)
                 self._undo += patches.average_in_full_precision(callback, precision.policy)
-            self._undo += saves.guard_exceptions(self.lightning_module.trainer, self._fail)
+            self.end_guards()  # of a run that the tuner has stopped
+            self._guards = saves.guard_exceptions(self.lightning_module.trainer, self._fail)
 
     def _warn_of_copies(self, module: pl.LightningModule) -> None:
         """Warn of callbacks that keep a full copy of the module on every rank, if parameters are sharded."""
@@ -461,6 +462,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
         self._forget_gradients()
         undo, self._undo = self._undo, []
         failure = None if self._failure is None else self._failure.error
+        if failure is not None:
+            undo.append(self.end_guards)
         self._failure = None
         with contextlib.ExitStack() as stack:  # runs all of them, the last first, even if one fails
             stack.callback(self._end_background, failure)

@@ -115,6 +115,41 @@ def test_a_step_that_fails_between_two_updates_is_not_saved(pool1: RankPool, tmp
     assert len(notes) == 2
 
 
+class FailingAfterwards(Lit):
+    """Fails when the strategy has been torn down: on all ranks or on rank 1 alone."""
+
+    where: str
+
+    def on_fit_end(self) -> None:
+        if self.where == "everywhere" or dist.get_rank() == 1:
+            raise LookupError("no such token")
+
+
+def fail_afterwards(where: str, folder: str) -> tuple[list[str], list[str], bool]:
+    """Notes of the error, if there is one, what was saved, and whether callbacks are as before."""
+    callback = OnExceptionCheckpoint(folder)
+    trainer = make_trainer({"stage": 3}, callbacks=[callback], enable_checkpointing=True)
+    lit, notes = FailingAfterwards(Recipe(steps=1)), list[str]()
+    lit.where = where
+    with mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.2 if where == "alone" else 5.0):
+        try:
+            trainer.fit(lit)
+        except LookupError as error:
+            notes += getattr(error, "__notes__", ["none"])
+    return notes, sorted(path.name for path in Path(folder).glob("*.ckpt")), "on_exception" not in vars(callback)
+
+
+@ranks(2)
+def test_a_rank_that_fails_after_the_teardown_saves_nothing_alone(pool: RankPool, tmp_path: Path) -> None:
+    """What fails there on all ranks is saved."""
+    first, (notes, saved, as_before) = pool.run_within(20.0, fail_afterwards, "alone", str(tmp_path))
+    assert first == ([], [], True)
+    assert [note.partition(":")[0] for note in notes] == ["OnExceptionCheckpoint has saved nothing"]
+    assert (saved, as_before) == ([], True)
+    expected = (["none"], ["on_exception.ckpt"], True)
+    assert pool.run(fail_afterwards, "everywhere", str(tmp_path)) == [expected, expected]
+
+
 def fail_in_other_processes(folder: str) -> tuple[list[str], list[Path], bool]:
     """Notes of an error of ranks that this process has started, what was saved, and whether callbacks are as before."""
     callback = OnExceptionCheckpoint(folder)
