@@ -62,17 +62,19 @@ def swap_limit(root: Path = Path("/")) -> int | Unlimited | None:
 def memory_group(root: Path = Path("/")) -> tuple[str, int] | None:
     """Finds the control group with the smallest memory limit: a name that is unique on this machine, and bytes."""
     found = [
-        (limit, folder) for folder in _control_groups(root, "memory") if isinstance(limit := _memory_limit(folder), int)
+        (limit, folder, hidden)
+        for folder, hidden in _control_groups(root, "memory")
+        if isinstance(limit := _memory_limit(folder), int)
     ]
     if not found:
         return None
-    limit, folder = min(found, key=lambda pair: pair[0])
-    # In different containers the folders of different groups may have the same name.
+    limit, folder, hidden = min(found, key=lambda each: each[0])
+    # In different containers the folders of different groups may have the same name, with version 1 in one namespace.
     try:
         namespace = (root / "proc/self/ns/cgroup").stat().st_ino
     except OSError:
         namespace = 0
-    return f"{folder.relative_to(root)} in {namespace}", limit
+    return f"{folder.relative_to(root)}{hidden} in {namespace}", limit
 
 
 def _memory_limit(folder: Path) -> int | Unlimited | None:
@@ -92,15 +94,15 @@ def _limit(path: Path) -> int | Unlimited | None:
 def _smallest(
     root: Path, controller: str, read: Callable[[Path], _Number | Unlimited | None]
 ) -> _Number | Unlimited | None:
-    found = [value for folder in _control_groups(root, controller) if (value := read(folder)) is not None]
+    found = [value for folder, _ in _control_groups(root, controller) if (value := read(folder)) is not None]
     limits = [value for value in found if value != "unlimited"]
     if limits:
         return min(limits)
     return "unlimited" if found else None
 
 
-def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's control groups, innermost first.
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
+    """Yields the folders of this process's control groups, innermost first, each with the path if that is hidden.
 
     Inside a container the path may point outside the mounted tree; then the mount itself is the innermost.
     """
@@ -116,5 +118,6 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         parts = [part for part in path.split("/") if part not in {"", ".."}]
         for base in bases:
+            hidden = "" if base.joinpath(*parts).is_dir() else path
             for depth in range(len(parts), -1, -1):
-                yield base.joinpath(*parts[:depth])
+                yield base.joinpath(*parts[:depth]), hidden

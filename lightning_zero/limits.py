@@ -24,6 +24,11 @@ def process_memory(root: Path = Path("/")) -> dict[str, int]:
     return _kilobytes(root / "proc/self/status")
 
 
+def divided_memory(root: Path = Path("/")) -> dict[str, int]:
+    """Reads sizes of this process in bytes, such as `Pss_Anon`: a page that n processes share counts as 1/n of it."""
+    return _kilobytes(root / "proc/self/smaps_rollup")
+
+
 def _kilobytes(path: Path) -> dict[str, int]:
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(path) or "", re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in lines}

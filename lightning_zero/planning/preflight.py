@@ -9,6 +9,7 @@ memory that is free at the moment, since other processes may free theirs.
 from __future__ import annotations
 
 import mmap
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,7 +112,10 @@ def claims(
     mine = held.total if kind.shares_host_memory else held.host
     sizes = limits.process_memory(root)
     resident = max(0, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0) - mine)
-    boot, own = limits.boot(root), f"of rank {rank}"
+    divided = limits.divided_memory(root)
+    if "Pss_Anon" in divided:  # forked ranks share what the process has that started them, the module as well
+        resident = min(resident, divided["Pss_Anon"] + divided.get("Pss_Shmem", 0))
+    boot, own = limits.boot(root) or socket.gethostname(), f"of rank {rank}"
     memory = limits.machine_memory(root)
     swap = memory.get("SwapTotal", 0)  # it is slow, but no process is killed
     if isinstance(allowed := cgroups.swap_limit(root), int):

@@ -115,6 +115,37 @@ def test_swap_counts_as_far_as_a_container_may_use_it(tmp_path: Path, files: dic
     assert of(found, "machine").pool.total == (64 + swap) * MIB
 
 
+def test_memory_that_forked_ranks_share_counts_once(tmp_path: Path) -> None:
+    """That of the process that has started them, in which the module is, too."""
+    root, model = write_machine(tmp_path, 64 * MIB, None, resident=16 * MIB), nn.Linear(512, 1024, bias=False)
+    for divided, used in ((5 * MIB, 5 * MIB), (16 * MIB, 14 * MIB)):
+        (root / "proc/self/smaps_rollup").write_text(f"Rss: 9999 kB\nPss_Anon: {divided >> 10} kB\nPss_Shmem: 0 kB\n")
+        assert of(claims(model, None, CPU, 0, root), "machine").used == used
+
+
+def test_ranks_share_a_limit_where_they_are_in_one_group(tmp_path: Path) -> None:
+    """Not those of two containers, whose paths version 1 does not show below the mount; nor those of two machines."""
+    root = write_machine(tmp_path, 64 * MIB, None)
+    limit = root / "sys/fs/cgroup/memory/memory.limit_in_bytes"
+    limit.parent.mkdir()
+    limit.write_text(str(16 * MIB))
+    for step in ("a", "b"):
+        (limit.parent / "job" / step).mkdir(parents=True)
+
+    def key_of(group: str) -> str:
+        (root / "proc/self/cgroup").write_text(f"4:memory:{group}\n")
+        return of(claims(nn.Linear(1, 1), None, CPU, 0, root), "container").pool.key
+
+    assert key_of("/job/a") == key_of("/job/b")
+    assert key_of("/docker/one") == key_of("/docker/one") != key_of("/docker/two")
+    (root / "proc/sys/kernel/random/boot_id").unlink()
+    keys = []
+    for host in ("node0", "node1"):
+        with mock.patch("socket.gethostname", return_value=host):
+            keys.append(of(claims(nn.Linear(1, 1), None, CPU, 0, root), "machine").pool.key)
+    assert keys[0] != keys[1]
+
+
 def test_an_average_of_an_earlier_fit_is_in_use(tmp_path: Path) -> None:
     """The plan of the next fit includes the engine's memory and the averages that this fit makes."""
     root, model = write_machine(tmp_path, 64 * MIB, None, resident=16 * MIB), nn.Linear(512, 1024, bias=False)
