@@ -67,6 +67,9 @@ class DiskFile:
             raise _error(error.errno or errno.EIO, path, f"{path} cannot be made") from error
         # It is closed when nothing refers to it, but not at the exit of the process: a lane may still be writing then.
         weakref.finalize(self, os.close, self._file).atexit = False
+        # Without `O_DIRECT`: where a file system cannot reserve, the C library writes a byte to each block instead.
+        self._plain = os.dup(self._file)
+        weakref.finalize(self, os.close, self._plain).atexit = False
         self.refusal = ""
         self.direct = direct and _O_DIRECT != 0 and self._reopen(flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
 
@@ -89,7 +92,7 @@ class DiskFile:
             os.close(file)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve disk space for the first ``nbytes`` of the file.
+        """Reserve disk space for the first ``nbytes`` of the file; where the system cannot, see that there is as much.
 
         Args:
             nbytes: as above.
@@ -102,7 +105,7 @@ class DiskFile:
         if nbytes <= size:
             return
         try:
-            os.posix_fallocate(self._file, 0, nbytes)
+            self._extend(nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)  # free what was reserved until it failed
@@ -110,6 +113,16 @@ class DiskFile:
                 f"{self.path} needs {nbytes - size:,} bytes more for {what}; the file system has {self._room:,} free"
             )
             raise _error(error.errno or errno.EIO, self.path, message + advice(Case.DISK_FULL, ". ")) from error
+
+    def _extend(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self._plain, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            if nbytes - self.nbytes > self._room:  # nothing can be reserved, but what does not fit is known
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            os.ftruncate(self._plain, nbytes)
 
     def allocate(self, nbytes: int, what: str) -> int:
         """Give out an extent for ``nbytes``; its contents are arbitrary.

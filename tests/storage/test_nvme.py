@@ -531,6 +531,28 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path)
     assert store.opened.path.stat().st_blocks * 512 >= 1 << 20
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_reserve_is_asked_for_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The C library tries it by single bytes, without `O_DIRECT`."""
+    flags = list[int]()
+
+    def refuse(file: int, *_: int) -> None:
+        flags.append(fcntl.fcntl(file, fcntl.F_GETFL))
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    assert torch.equal(contents(tensor), values)
+    assert flags
+    assert not any(flag & os.O_DIRECT for flag in flags)
+    with pytest.raises(DiskError, match=r"needs [\d,]+ bytes more for .*has [\d,]+ free.*No space left"):
+        store.reserve(1 << 55)
+    assert torch.equal(contents(tensor), values)
+
+
 def test_a_file_is_not_taken_twice(tmp_path: Path) -> None:
     make_store(tmp_path)
     with pytest.raises(DiskError, match="cannot be made"):
