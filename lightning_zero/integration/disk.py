@@ -42,6 +42,8 @@ def make_disk_store(
     """
     assert options.nvme_path is not None
     base, plan = Path(options.nvme_path), planned()
+    system = file_system(base)
+    warn_of_memory(base, system)  # before it is taken
     here = socket.gethostname()
     (run, _), *_ = ranks = mesh.world.all_gather_object((_new_run(), here), "name the run")
     first = [node for _, node in ranks].index(here)  # the rank of this node that probes the disk
@@ -69,7 +71,7 @@ def make_disk_store(
     if (found := outcomes[first][1]) is not None:
         store.opened.pool = found.pool()
     elsewhere = [RunFolder.place(base, run, rank) for rank, (_, node) in enumerate(ranks) if node != here]
-    warn_of(base, file_system(base), store.opened.direct, elsewhere)
+    warn_of(base, system, store.opened.direct, elsewhere)
     if options.async_save:
         rank_zero_warn(
             "async_save=True copies the state that rests on the disk to host memory at each save. With "
@@ -83,8 +85,17 @@ def _new_run() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
+def warn_of_memory(base: Path, system: FileSystem) -> None:
+    """Warn of a path whose files take host memory."""
+    if system.in_memory:
+        rank_zero_warn(
+            f"nvme_path={str(base)!r} is on {system.kind}, a file system in host memory, so that the state takes host "
+            "memory there. Choose a folder on a local disk, or offload_optimizer='cpu'"
+        )
+
+
 def warn_of(base: Path, system: FileSystem, direct: bool, elsewhere: list[Path]) -> None:
-    """Warn of a path that is slow or takes host memory.
+    """Warn of a path that is slow.
 
     Args:
         base: the path.
@@ -92,18 +103,13 @@ def warn_of(base: Path, system: FileSystem, direct: bool, elsewhere: list[Path])
         direct: whether it supports ``O_DIRECT``.
         elsewhere: folders of ranks on other nodes; on a local disk none of them exists here.
     """
-    if system.in_memory:
-        rank_zero_warn(
-            f"nvme_path={str(base)!r} is on {system.kind}, a file system in host memory, so that the state takes host "
-            "memory there. Choose a folder on a local disk, or offload_optimizer='cpu'"
-        )
-    elif system.on_network or any(folder.exists() for folder in elsewhere):
+    if system.on_network or any(folder.exists() for folder in elsewhere):
         kind = f"on {system.kind}" if system.on_network else "shared by several nodes"
         rank_zero_warn(
             f"nvme_path={str(base)!r} is {kind}: all optimizer state crosses the network twice in every step. Choose a "
             "folder on a local disk of each node"
         )
-    elif not direct:
+    elif not direct and not system.in_memory:
         rank_zero_warn(
             f"the file system of nvme_path={str(base)!r} ({system.kind or 'unknown'}) refuses O_DIRECT. Therefore "
             "optimizer state goes through the page cache, which is slower and takes memory that the system frees only "

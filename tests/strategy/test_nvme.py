@@ -11,6 +11,7 @@ import signal
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from lightning_zero.integration.disk import warn_of
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes
 from lightning_zero.planning.memory import held_by, planned_parts
-from lightning_zero.storage import DiskStore
+from lightning_zero.storage import DiskError, DiskStore
 from lightning_zero.storage.disk_file import DiskFile
 from lightning_zero.storage.disk_speed import Way, usual_way
 from lightning_zero.storage.run_folder import FileSystem
@@ -376,7 +377,6 @@ def test_options_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_makes_a_disk_a_bad_place_is_said() -> None:
     for system, direct, words in (
-        (FileSystem("tmpfs"), True, "takes host memory there"),
         (FileSystem("nfs4"), True, "crosses the network"),
         (FileSystem("overlay"), False, "refuses O_DIRECT"),
     ):
@@ -387,3 +387,19 @@ def test_what_makes_a_disk_a_bad_place_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of(Path("/local"), FileSystem("ext4"), True, [Path("/missing")])
+        warn_of(Path("/local"), FileSystem("tmpfs"), False, [])  # which has been said before
+
+
+def fit_in_memory(path: Path) -> str:
+    """What was said before room was taken on a file system in memory, where there was none."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(integration_disk, "file_system", lambda _: FileSystem("tmpfs"))
+        patch.setattr(DiskStore, "reserve", mock.Mock(side_effect=DiskError(errno.ENOSPC, "no room", str(path))))
+        with pytest.raises(DiskError, match="no room"):
+            fit(nvme("zero2_nvme", path), Recipe(steps=1))
+    return "\n".join(str(warning.message) for warning in warned)
+
+
+def test_a_file_system_in_memory_is_named_before_it_is_filled(pool1: RankPool, tmp_path: Path) -> None:
+    assert "is on tmpfs, a file system in host memory" in pool1.run(fit_in_memory, tmp_path)[0]
