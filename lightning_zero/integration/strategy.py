@@ -51,6 +51,7 @@ from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory, out_of_memory
 from lightning_zero.sharding import CollectiveError, Group, Mesh, ShardingPolicy, Subject
+from lightning_zero.sharding.adoption import move_own
 from lightning_zero.storage import InlineExecutor, make_executor
 
 
@@ -358,6 +359,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
         assert self.lightning_module is not None
         self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
+        self.model_to_device()
         self._fitting = fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
         self._synchronize_layers(self.lightning_module)
@@ -434,7 +436,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
 
     @override
     def model_to_device(self) -> None:
-        """Do nothing: the engine moves the module bucket by bucket."""
+        """Move parameters whose class does it in its own way; the engine moves the others bucket by bucket."""
+        assert self.lightning_module is not None
+        move_own(self.lightning_module, self.root_device)
 
     def _fail(self, error: BaseException) -> Failure:
         """The failure of this run by ``error``; the first call tells the other ranks of it."""

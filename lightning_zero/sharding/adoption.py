@@ -1,6 +1,7 @@
 """Constructs buckets: takes over the initial values of parameters, and makes the masters that updates need.
 
-:func:`release` gives the values back, and :func:`give_up` does where not all buckets could be made.
+:func:`move_own` comes before. :func:`release` gives the values back, and :func:`give_up` does where not all buckets could
+be made.
 
 Masters are made from the initial values before these are cast, never from rounded values.
 """
@@ -11,19 +12,40 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero import ops
 from lightning_zero.sharding.bucket import Bucket, BucketState, absorb_edits
 from lightning_zero.sharding.forms import BucketForm
-from lightning_zero.sharding.held import release_parameter
+from lightning_zero.sharding.held import HeldParameter, release_parameter
 from lightning_zero.sharding.masters import CopyMaster, NoMaster, SplitMaster, StoreHome
+from lightning_zero.sharding.partition import check_supported
 from lightning_zero.sharding.pending import mark_freed, mark_ordinary
 from lightning_zero.sharding.rounded import mark_rounded
-from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
+from lightning_zero.sharding.sharded_init import ShardedParameter, full_values, usable_inside
 from lightning_zero.storage import Memory, Rested, note_freed
 from lightning_zero.storage.rested import Resident, changing, pieces
 from lightning_zero.storage.staged import StagedTensor
+
+
+@torch.no_grad()
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Moves the parameters whose class has its own ``to``, as ``module.to(device)`` does, before there are buckets.
+
+    Such a ``to`` may do more than move: bitsandbytes quantizes weights in it, and moves their scales, which are no
+    parameters. All other parameters are moved with their buckets. Collective if a parameter is in shards.
+
+    Raises:
+        TypeError: see :func:`check_supported`.
+    """
+    own = [p for p in module.parameters() if type(p).to is not Tensor.to and not isinstance(p, HeldParameter)]
+    if not own:
+        return
+    check_supported(module)
+    with usable_inside(own):
+        for parameter in own:
+            if not parameter.is_meta:
+                parameter.data = parameter.to(device).data
 
 
 @torch.no_grad()

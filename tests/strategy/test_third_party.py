@@ -18,6 +18,7 @@ from helpers.third_party import KINDS, VOCAB, Batch, gpt2, make_batches
 from strategy.fits import assert_same, make_trainer, optimizer_state, state_of
 from strategy.third_party_fits import STEPS, Lit, fits, loss_of, make_optimizer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_zero import gathered_parameters
 from lightning_zero.sharding import find_units
@@ -163,6 +164,45 @@ class ReturnsEverything(Lit):
 @pytest.mark.parametrize("kind", slow_unless(["t5"], ["t5", "mixtral"]))
 def test_more_outputs_change_nothing(pool2: RankPool, kind: str) -> None:
     assert_same(pool2.run(fit_weights, "zero3", ReturnsEverything, kind)[0], expected(kind).weights)
+
+
+class Quantized(Lit):
+    """Linear layers whose frozen weights have 4 and 8 bits, made where the strategy shards what is made."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        del self.model
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        from bitsandbytes.nn import Linear8bitLt, LinearNF4
+
+        torch.manual_seed(0)
+        layers = LinearNF4(64, 64), Linear8bitLt(64, 64, has_fp16_weights=False)
+        self.model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers), nn.Linear(64, VOCAB))
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        x = functional.one_hot(batch["input_ids"], 64).float()
+        return functional.cross_entropy(self.model(x).flatten(0, 1), batch["labels"].flatten())
+
+
+def fit_twice(name: str) -> dict[str, Tensor]:
+    lit, trainer = Quantized("gpt2"), make_trainer(name)
+    trainer.fit(lit)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    return state_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_weights_of_4_and_8_bits_are_quantized_as_under_ddp(pool2: RankPool, name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    expected, actual = pool2.run(fit_twice, "ddp")[0], pool2.run(fit_twice, name)[0]
+    assert_same(actual, expected)
+    assert [actual[f"{layer}.0.weight"].dtype for layer in (0, 1)] == [torch.uint8, torch.int8]
+    assert actual.keys() >= {"0.0.weight.quant_state.bitsandbytes__nf4", "1.0.SCB"}
 
 
 def trained(model: nn.Module, kind: str) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from lightning_zero.integration.names import refuse_auto, register_auto_in, regi
 from lightning_zero.integration.options import StrategyOptions, check_names
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.sharding import ShardingPolicy, unshard_parameters
+from lightning_zero.sharding.adoption import move_own
 from lightning_zero.storage import Executor, InlineExecutor, make_executor
 from lightning_zero.update import make_updater
 
@@ -192,6 +193,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             raise RuntimeError("fabric.setup was called before fabric.launch(); call fabric.launch() first")
         for engine in engines_of(module):  # of an earlier Fabric or Trainer
             engines.release(engine)
+        move_own(module, self.root_device)
         if optimizers:
             self._check_memory(module, optimizers)
         engine = engines.make_engine(
