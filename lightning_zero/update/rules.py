@@ -38,6 +38,7 @@ REFUSED = {
     "SparseAdam": "it needs sparse gradients",
 }
 _STEPS = 3
+_RATE = 0.05  # of trials
 _MATRIX = (4, 6)
 _SHAPES = ((), (24,), _MATRIX, (2, 3, 4))  # by number of dimensions
 _LARGE = ((8192,), (64, 128))
@@ -96,9 +97,9 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
     torch's element-wise classes are known. They are tried on the host, so that this works even if a device is out of
     memory. An optimizer of any other class makes three steps on small parameters, with the numbers of dimensions that
     occur in each group, both whole and split in two as shards split them. If the values or the kinds of state differ,
-    or if a step fails on parts, the optimizer needs whole parameters. Then the result for each parameter must have the
-    same bits alone and together with others. Values that a step writes to its group and to attributes (a count of
-    steps) must not depend on what it updates.
+    if a step fails on parts, or if the steps change no value, which proves nothing, the optimizer needs whole
+    parameters. Then the result for each parameter must have the same bits alone and together with others. Values that a
+    step writes to its group and to attributes (a count of steps) must not depend on what it updates.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -219,6 +220,8 @@ class _Trial:
             own = _kinds(state, value)
             if not _equal(joined, value.reshape(-1)) or own is None or any(kind != own for kind in kinds):
                 return False
+            if torch.equal(value, example.initial):  # a rule may begin to move parameters after a trial has ended
+                return False
         return True
 
     def check_independent(self, examples: Sequence[_Example], alone: _Outcome) -> None:
@@ -246,7 +249,7 @@ class _Trial:
         """Update the examples with one call per step. All of them are in the first of the groups."""
         tensors = [example.initial.clone() for example in examples]
         states = {tensor: fresh_state(self.optimizer, tensor) for tensor in tensors}
-        hyperparameters = {k: copy.deepcopy(v) for k, v in self.group.items() if k != "params"}
+        hyperparameters = _at_rate({k: copy.deepcopy(v) for k, v in self.group.items() if k != "params"})
         optimizer, written = snapshot(self.optimizer), []
         for step in range(_STEPS):
             for tensor, example in zip(tensors, examples, strict=True):
@@ -364,6 +367,14 @@ def portable(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters for a trial on the host, where not all implementations of a rule run. The state is the same."""
     plain = {k: v.item() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
     return plain | {k: False for k in ("capturable", "differentiable", "fused") if k in plain}
+
+
+def _at_rate(hyperparameters: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters with the rate of trials. That of a warm-up begins at 0, or so low that it moves no parameter."""
+    rate = hyperparameters.get("lr")
+    if isinstance(rate, Tensor) and rate.is_floating_point():
+        return hyperparameters | {"lr": torch.full_like(rate, _RATE)}
+    return hyperparameters | {"lr": _RATE} if isinstance(rate, int | float) else hyperparameters
 
 
 def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.device]:

@@ -168,6 +168,15 @@ class Late(UserOptimizer):
         parameter.add_(parameter.grad if state["step"] < 100 else factor @ parameter.grad, alpha=-group["lr"])
 
 
+class Rectified(TrustRatio):
+    """Moves nothing before its sixth step, as LAMB with a rectified rate."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > 5:
+            super().rule(parameter, state, group)
+
+
 class Prodigy(UserOptimizer):
     """Takes its rate from all gradients."""
 
@@ -267,14 +276,22 @@ def test_no_torch_optimizer_is_unheard_of() -> None:
     assert unknown == {"Adafactor", "Muon"}  # which are tried
 
 
-def test_an_element_wise_user_class_is_accepted() -> None:
-    traits = examine(SignMomentum(weights()), CPU)
+# Warm-ups begin at 0, where no rule moves anything.
+at_any_rate = pytest.mark.parametrize("rate", [0.1, 0.0, torch.tensor(1e-12)], ids=["rate", "no rate", "tiny rate"])
+
+
+@at_any_rate
+def test_an_element_wise_user_class_is_accepted(rate: Any) -> None:
+    traits = examine(SignMomentum(weights(), rate), CPU)
     assert (traits.whole, traits.per_element) == ((False,), {"momentum"})
 
 
-@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength, Late])
-def test_a_user_class_that_reads_other_elements_needs_whole_parameters(cls: type[UserOptimizer]) -> None:
-    assert examine(cls(weights()[:1]), CPU).whole == (True,)
+@at_any_rate
+@pytest.mark.parametrize(
+    "cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength, Late, Rectified]
+)
+def test_a_user_class_that_reads_other_elements_needs_whole_parameters(cls: type[UserOptimizer], rate: Any) -> None:
+    assert examine(cls(weights()[:1], rate), CPU).whole == (True,)
 
 
 def test_each_group_is_tried_by_itself() -> None:
