@@ -96,10 +96,10 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
 
     torch's element-wise classes are known. They are tried on the host, so that this works even if a device is out of
     memory. An optimizer of any other class makes three steps on small parameters, with the numbers of dimensions that
-    occur in each group, both whole and split in two as shards split them. If the values or the kinds of state differ,
-    if a step fails on parts, or if the steps change no value, which proves nothing, the optimizer needs whole
-    parameters. Then the result for each parameter must have the same bits alone and together with others. Values that a
-    step writes to its group and to attributes (a count of steps) must not depend on what it updates.
+    occur in each group, both whole and split in two as shards split them. If the values or the state differ, if a step
+    fails on parts, or if the steps change no value, which proves nothing, the optimizer needs whole parameters. Then
+    the result for each parameter must have the same bits alone and together with others. Values that a step writes to
+    its group and to attributes (a count of steps) must not depend on what it updates.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -220,6 +220,8 @@ class _Trial:
             own = _kinds(state, value)
             if not _equal(joined, value.reshape(-1)) or own is None or any(kind != own for kind in kinds):
                 return False
+            if not all(_is_joined(kept, [part.states[0][name] for part in parts]) for name, kept in state.items()):
+                return False
             if torch.equal(value, example.initial):  # a rule may begin to move parameters after a trial has ended
                 return False
         return True
@@ -313,8 +315,25 @@ def _kinds(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None
             return None
         if not isinstance(value, Tensor | int | float | str | None):
             return None
-        kinds[name] = type(value), value.dtype if isinstance(value, Tensor) else None
+        kinds[name] = (type(value), value.dtype, value.numel() > 1) if isinstance(value, Tensor) else type(value)
     return kinds
+
+
+def _is_joined(whole: Any, parts: Sequence[Any]) -> bool:
+    """Tell whether a value of state is that of the parts: joined if it has a number for every element, else the same.
+
+    One number, such as an average of norms, may begin to influence the update only after a trial has ended.
+    """
+    if not isinstance(whole, Tensor):
+        return all(part == whole for part in parts)
+    if whole.numel() > 1:
+        return torch.equal(torch.cat([_bits(part) for part in parts]), _bits(whole))
+    return all(torch.equal(_bits(part), _bits(whole)) for part in parts)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of values of any dtype as bytes: not all dtypes can be compared."""
+    return values.reshape(-1).contiguous().view(torch.uint8)
 
 
 def check_plain(name: str, state: Mapping[str, Any]) -> None:

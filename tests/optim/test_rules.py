@@ -177,6 +177,24 @@ class Rectified(TrustRatio):
             super().rule(parameter, state, group)
 
 
+class AveragesNorms(UserOptimizer):
+    """Enlarges small gradients to an average of their norms, which begins at 0, as AdaNorm."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        norm = parameter.grad.norm()
+        state["norm"] = 0.95 * state.get("norm", torch.zeros(())) + 0.05 * norm
+        parameter.add_(parameter.grad * max(1.0, float(state["norm"] / norm)), alpha=-group["lr"])
+
+
+class CopiesNeighbours(UserOptimizer):
+    """Keeps what only its hundredth step reads."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        state["rolled"] = parameter.grad.roll(1)
+        parameter.add_(parameter.grad if state["step"] < 100 else state["rolled"], alpha=-group["lr"])
+
+
 class Prodigy(UserOptimizer):
     """Takes its rate from all gradients."""
 
@@ -288,7 +306,19 @@ def test_an_element_wise_user_class_is_accepted(rate: Any) -> None:
 
 @at_any_rate
 @pytest.mark.parametrize(
-    "cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength, Late, Rectified]
+    "cls",
+    [
+        TrustRatio,
+        ByShape,
+        Smoothed,
+        NeedsMatrices,
+        QuantizesLarge,
+        ByLength,
+        Late,
+        Rectified,
+        AveragesNorms,
+        CopiesNeighbours,
+    ],
 )
 def test_a_user_class_that_reads_other_elements_needs_whole_parameters(cls: type[UserOptimizer], rate: Any) -> None:
     assert examine(cls(weights()[:1], rate), CPU).whole == (True,)
