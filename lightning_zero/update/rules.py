@@ -109,13 +109,18 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer can update neither parts of parameters nor single whole parameters; or it keeps more
             than a count outside of ``state``; or its state has tensors of a class other than torch's plain one; or it
-            evaluates the loss more than once.
+            evaluates the loss more than once; or it wraps another optimizer.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
     name = type(optimizer).__name__
     if name in REFUSED:
         raise ValueError(f"{name} cannot run over shards: {REFUSED[name]}; {_remedy()}")
+    if wrapped := _wrapped(optimizer):
+        raise ValueError(
+            f"{name} cannot run over shards: it has another optimizer of its parameters, {type(wrapped[0]).__name__}, "
+            f"whose step would update them as a whole; {_remedy()}"
+        )
     whole, per_element, own_dtype, counts = [], set[str](), set[str](), False
     with torch.random.fork_rng(devices=[]):
         # Groups may differ in the state that they keep (momentum, amsgrad), and in their rule.
@@ -140,6 +145,17 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
                     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
                         own_dtype.add(key)
     return Traits(tuple(whole), frozenset(per_element), frozenset(own_dtype), counts)
+
+
+def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers of the same parameters that an optimizer has in its attributes."""
+    attributes = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    others = [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, Optimizer) and leaf is not optimizer]
+    return [other for other in others if not _ids(optimizer).isdisjoint(_ids(other))]
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _shape(shapes: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:

@@ -220,6 +220,25 @@ class Twice(UserOptimizer):
         closure()
 
 
+class Wraps(UserOptimizer):
+    """Steps another optimizer, as SAM and Lookahead of some libraries."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = {"base": torch.optim.AdamW(self.param_groups)}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner["base"].step()
+
+
+class HasUnrelated(SignMomentum):
+    """Has an optimizer of something else, such as an adversary."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.other = torch.optim.AdamW(weights())
+
+
 class Quantized(Tensor):
     """A tensor class of its own, as torchao's."""
 
@@ -338,6 +357,12 @@ def test_a_rule_by_which_parameters_depend_on_each_other_is_refused(cls: type[Us
 def test_a_loss_that_is_evaluated_again_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Twice .*evaluates the loss 2 times in a step.*'ddp'"):
         examine(Twice(weights()), CPU)
+
+
+def test_a_wrapper_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Wraps cannot run over shards: it has another optimizer.*AdamW.*'ddp'"):
+        examine(Wraps(weights()), CPU)
+    assert examine(HasUnrelated(weights()), CPU).whole == (False,)
 
 
 def test_state_of_a_tensor_class_of_its_own_is_refused() -> None:
