@@ -39,6 +39,7 @@ REFUSED = {
 }
 _STEPS = 3
 _RATE = 0.05  # of trials
+_STRONG = 100.0  # a factor of gradients, by which their norm exceeds thresholds
 _MATRIX = (4, 6)
 _SHAPES = ((), (24,), _MATRIX, (2, 3, 4))  # by number of dimensions
 _LARGE = ((8192,), (64, 128))
@@ -78,6 +79,10 @@ class _Example(NamedTuple):
         ]
         return cls(made[0], made[1:])
 
+    def strong(self) -> _Example:
+        """The example with large gradients."""
+        return self._replace(gradients=[gradient * _STRONG for gradient in self.gradients])
+
     def part(self, part: slice) -> _Example:
         """A 1-D part of the example. Its initial values have memory of their own."""
         return _Example(self.initial.reshape(-1)[part].clone(), [g.reshape(-1)[part] for g in self.gradients])
@@ -98,8 +103,9 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
     memory. An optimizer of any other class makes three steps on small parameters, with the numbers of dimensions that
     occur in each group, both whole and split in two as shards split them. If the values or the state differ, if a step
     fails on parts, or if the steps change no value, which proves nothing, the optimizer needs whole parameters. Then
-    the result for each parameter must have the same bits alone and together with others. Values that a step writes to
-    its group and to attributes (a count of steps) must not depend on what it updates.
+    the result for each parameter must have the same bits alone and together with others. Both are tried with large
+    gradients, too, and the former with large parameters. Values that a step writes to its group and to attributes (a
+    count of steps) must not depend on what it updates.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -130,13 +136,7 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
             dims = {2} if known else {parameter.dim() for parameter in group["params"]} or {2}
             small = [_Example.of(_shape(_SHAPES, n), trial.device) for n in sorted(dims)]
             outcome = trial.run_each(small)
-            element_wise = known or trial.is_element_wise(small, outcome)
-            if not element_wise:
-                trial.check_independent(small, outcome)
-            elif not known:  # some optimizers quantize the state of large parameters only
-                large = [_Example.of(_shape(_LARGE, n - 1), trial.device) for n in sorted(dims - {0})]
-                element_wise = trial.is_element_wise(large, trial.run_each(large))
-            whole.append(not element_wise)
+            whole.append(not known and trial.needs_whole(sorted(dims), small, outcome))
             counts = counts or (not known and any(outcome.written))
             for example, state in zip(small, outcome.states, strict=True):
                 for key, value in state.items():
@@ -220,6 +220,29 @@ class _Trial:
                 f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
             )
 
+    def needs_whole(self, dims: Sequence[int], small: Sequence[_Example], outcome: _Outcome) -> bool:
+        """Tell whether the optimizer needs whole parameters.
+
+        Args:
+            dims: the numbers of dimensions of the parameters.
+            small: an example of each.
+            outcome: what the optimizer made of each example alone.
+
+        Raises:
+            ValueError: not even these are enough; see :meth:`check_independent`.
+        """
+        element_wise = self.is_element_wise(small, outcome)
+        # Some optimizers quantize the state of large parameters only, or clip large gradients only. Where parameters
+        # are known to be needed whole, they stay small: the matrices of a preconditioner could be huge.
+        large = [_Example.of(_shape(_LARGE, n - 1), self.device) for n in dims if n] if element_wise else small
+        strong = [example.strong() for example in large]
+        of_strong = self.run_each(strong)
+        if element_wise and self.is_element_wise(strong, of_strong):
+            return False
+        self.check_independent(small, outcome)
+        self.check_independent(strong, of_strong)
+        return True
+
     def is_element_wise(self, examples: Sequence[_Example], whole: _Outcome) -> bool:
         """Tell whether parts of the examples are updated in the same way as the whole examples, given by ``whole``."""
         for example, value, state in zip(examples, whole.values, whole.states, strict=True):
@@ -246,10 +269,17 @@ class _Trial:
         """Refuse a rule by which parameters depend on each other, because these are on different ranks.
 
         Raises:
-            ValueError: the update of a parameter depends on others, or on random numbers.
+            ValueError: the update of a parameter depends on others, or on random numbers; or it fails beside others.
         """
         # There are two parameters of each shape, so that a group with one shape can be tested, too.
-        together = self._run([*examples, *(e._replace(initial=e.initial * 2) for e in examples)])
+        try:
+            together = self._run([*examples, *(e._replace(initial=e.initial * 2) for e in examples)])
+        except _FAILURES as error:
+            _raise_if_of_others(error)
+            raise ValueError(
+                f"{self.name} cannot run over shards: it can update a parameter alone, but not together with others: "
+                f"{error}; {_remedy()}"
+            ) from error
         for value, expected in zip(together.values, alone.values, strict=False):
             if not _equal(value, expected):
                 raise ValueError(

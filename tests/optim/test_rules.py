@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,33 @@ class Prodigy(UserOptimizer):
             parameter.sub_(parameter.grad / norm)
 
 
+class Clips(QuantizesLarge):
+    """Clips by the norm of all gradients, if that is larger than 20."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm() if gradients else 0.0
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 20 / float(norm)))
+        super().step()
+
+
+class ClipsSmoothed(Clips):
+    rule = Smoothed.rule
+
+
+class Pairs(Smoothed):
+    """Multiplies two parameters, as rules of low-rank adapters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for left, right in itertools.pairwise(group["params"]):
+                left.grad = left.grad @ right
+        super().step()
+
+
 class Noisy(UserOptimizer):
     def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         parameter.add_(torch.rand_like(parameter), alpha=-group["lr"])
@@ -348,10 +376,15 @@ def test_each_group_is_tried_by_itself() -> None:
     assert examine(ByShape([{"params": [vector]}, {"params": [matrix]}]), CPU).whole == (False, True)
 
 
-@pytest.mark.parametrize("cls", [Prodigy, Noisy])
+@pytest.mark.parametrize("cls", [Prodigy, Noisy, Clips, ClipsSmoothed])
 def test_a_rule_by_which_parameters_depend_on_each_other_is_refused(cls: type[UserOptimizer]) -> None:
     with pytest.raises(ValueError, match=rf"{cls.__name__} .*depends on the others.*random numbers.*up to \d.*'ddp'"):
         examine(cls(weights()), CPU)
+
+
+def test_a_rule_that_fails_on_parameters_together_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Pairs .*alone, but not together with others: mat1 and mat2.*'ddp'"):
+        examine(Pairs(weights()[:1]), CPU)
 
 
 def test_a_loss_that_is_evaluated_again_is_refused() -> None:
