@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 
 
@@ -54,8 +56,12 @@ class Written:
 
     def same(self, other: Written) -> bool:
         """Tell whether the other step wrote the same values."""
+        return not self.unlike(other)
+
+    def unlike(self, other: Written) -> set[str]:
+        """The names of what only one of the two steps wrote, or wrote with another value."""
         pairs = ((self.group, other.group), (self.attributes, other.attributes))
-        return all(mine.keys() == theirs.keys() and not _changed(mine, theirs) for mine, theirs in pairs)
+        return {key for mine, theirs in pairs for key in (*_changed(mine, theirs), *_changed(theirs, mine))}
 
 
 def advance(optimizer: Optimizer, call: StepCall) -> None:
@@ -69,11 +75,46 @@ def advance(optimizer: Optimizer, call: StepCall) -> None:
         call: the call of its ``step``.
     """
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for live, written in zip(optimizer.param_groups, written_alone(optimizer, groups, call), strict=True):
+        live.update(written.group)
+        vars(optimizer).update(written.attributes)
+
+
+def written_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]], call: StepCall) -> list[Written]:
+    """Returns what a step writes to each of some groups, and to attributes, if it updates nothing.
+
+    Args:
+        optimizer: gives the class and the attributes; it is not changed.
+        groups: the hyperparameters of the groups, which are not changed.
+        call: the call of its ``step``.
+    """
     attributes = attributes_of(optimizer)
     shell = run_step(optimizer, [ShellGroup([], group) for group in groups], {}, call)
-    for index, (live, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        live.update(Written.by(shell, group, attributes, index).group)
-    vars(optimizer).update(_changed(attributes, attributes_of(shell)))
+    return [Written.by(shell, group, attributes, index) for index, group in enumerate(groups)]
+
+
+def check_alone(name: str, written: Sequence[Written], alone: Sequence[Written]) -> None:
+    """Refuse writes of a step to its groups or to attributes that depend on what it updates.
+
+    Args:
+        name: name of the optimizer's class.
+        written: what it has written.
+        alone: what it writes if it updates nothing; what is missing counts as nothing.
+
+    Raises:
+        KeptOutsideError: these differ.
+    """
+    pairs = zip_longest(written, alone, fillvalue=Written({}, {}))
+    if names := {repr(key) for mine, theirs in pairs for key in mine.unlike(theirs)}:
+        raise KeptOutsideError(
+            f"{name} keeps state outside `state`: a step changes {', '.join(sorted(names))} in its parameter groups or "
+            "attributes, by what it updates or only after some steps. Keep it in self.state[parameter]"
+            f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+        )
+
+
+class KeptOutsideError(ValueError):
+    """Raised if an optimizer keeps state in groups or attributes, where the shells of shards would lose it."""
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -90,6 +131,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(old: Any, new: Any) -> bool:
+    if old is new:  # values of tensors on a device need not be waited for
+        return True
     if isinstance(old, Tensor) or isinstance(new, Tensor):
         return isinstance(old, Tensor) and isinstance(new, Tensor) and old.equal(new)
     return bool(old == new)

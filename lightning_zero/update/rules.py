@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import is_communication_error
 from lightning_zero.torch_private import tree_leaves
-from lightning_zero.update.counted import Written, attributes_of
+from lightning_zero.update.counted import KeptOutsideError, Written, attributes_of, check_alone
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step, snapshot, takes_closure
 
 # These update an element from the parameter, gradient and state of that element only.
@@ -207,18 +207,12 @@ class _Trial:
         Raises:
             ValueError: it writes other values, or fails.
         """
-        names = ", ".join(sorted({repr(key) for each in written for key in (*each.group, *each.attributes)}))
         try:
             alone = self._run([], groups=2).written
         except _FAILURES as error:
             _raise_if_of_others(error)
             alone = []
-        if len(alone) != len(written) or not all(map(Written.same, alone, written)):
-            raise _CannotRunError(
-                f"{self.name} keeps state outside `state`: a step changes {names} in its parameter groups or "
-                "attributes, by what it updates. Keep it in self.state[parameter]"
-                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
-            )
+        check_alone(self.name, written, alone)
 
     def needs_whole(self, dims: Sequence[int], small: Sequence[_Example], outcome: _Outcome) -> bool:
         """Tell whether the optimizer needs whole parameters.
@@ -342,7 +336,7 @@ class _Closure:
 
 def _raise_if_of_others(error: Exception) -> None:
     """Raise errors that are not the rule's: a device that lags behind the host may report earlier work's only now."""
-    if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError | _CannotRunError):
+    if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError | KeptOutsideError | _CannotRunError):
         raise error
 
 

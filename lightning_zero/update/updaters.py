@@ -387,10 +387,14 @@ class TorchUpdater(Updater):
             shell_groups[id(hyperparameters)].tensors.append(tensor)
             state[tensor] = own.views(run, names) | scalars
             by_tensor[tensor] = run
-        run_step(view.optimizer, list(shell_groups.values()), state, view.call)
+        self._run_step(view, list(shell_groups.values()), state)
         for tensor, run in by_tensor.items():
             master.keep(run.start, tensor)
             own.put(run, state[tensor])
+
+    def _run_step(self, view: UpdateView, groups: Sequence[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Update the tensors of groups and their state in place."""
+        run_step(view.optimizer, groups, state, view.call)
 
 
 def scaled_gradient(view: UpdateView, start: int, stop: int, dtype: torch.dtype) -> Tensor:

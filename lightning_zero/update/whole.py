@@ -13,7 +13,7 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketForm, Run, Segment, tiles
 from lightning_zero.storage import Rested, TensorStore
 from lightning_zero.storage.rested import nbytes_of
-from lightning_zero.update.counted import advance
+from lightning_zero.update.counted import Written, advance, attributes_of, check_alone, written_alone
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.rules import Traits, examine, settings_of
@@ -167,12 +167,24 @@ class WholeUpdater(TorchUpdater):
             hyperparameters = view.groups[segment.param]
             groups.setdefault(id(hyperparameters), ShellGroup([], hyperparameters)).tensors.append(tensors[-1])
         state = {tensor: own.get(segment) for tensor, segment in zip(tensors, segments, strict=True)}
-        run_step(view.optimizer, list(groups.values()), state, view.call)
+        self._run_step(view, list(groups.values()), state)
         for segment, flat, tensor in zip(segments, values, tensors, strict=True):
             if tensor.data_ptr() != flat.data_ptr():  # the step has assigned `data`
                 own.formats[segment.param].view(flat).copy_(tensor)
             view.master.keep(segment.start, flat)
             own.put(segment, state[tensor])
+
+    def _run_step(self, view: UpdateView, groups: Sequence[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Does what the base class does.
+
+        Raises:
+            KeptOutsideError: the step has written to the groups or to attributes, and not what :meth:`advance` writes.
+        """
+        shell = run_step(view.optimizer, groups, state, view.call)
+        known, attributes = [group.hyperparameters for group in groups], attributes_of(view.optimizer)
+        written = [Written.by(shell, group, attributes, index) for index, group in enumerate(known)]
+        alone = written_alone(view.optimizer, known, view.call) if self._traits.counts else []
+        check_alone(type(self.optimizer).__name__, written, alone)
 
     def advance(self, call: StepCall) -> None:
         if self._traits.counts:

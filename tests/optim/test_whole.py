@@ -89,3 +89,30 @@ def test_data_may_be_assigned_and_steps_be_counted_in_attributes(optimizer: type
         models.next_token_loss(plain, batch).backward()
         reference.step()
     assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+class WritesLate(Ruled):
+    """Element-wise; begins to keep what it has seen of gradients in the group when no trial sees it, as SWATS."""
+
+    def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] >= 5:
+            group["late"] = float(gradient.norm())
+        parameter.add_(gradient, alpha=-group["lr"])
+
+
+class CountsAndWritesLate(Counts):
+    """The same beside a count, on whole parameters."""
+
+    def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        WritesLate.rule(self, parameter, gradient * parameter.norm(), state, group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", [WritesLate, CountsAndWritesLate])
+def test_what_is_written_outside_the_state_after_the_trial_is_an_error(optimizer: type[Ruled]) -> None:
+    session = start(models.make_model("mlp"), lambda m: optimizer(m.parameters()), Setup(2), Mesh.single())
+    *batches, ((last,),) = models.make_batches(5, 1, 1)
+    for ((batch,),) in batches:
+        run_step(session, [batch], settle=True)
+    with pytest.raises(ValueError, match=rf"{optimizer.__name__} keeps state outside `state`.*changes 'late' in"):
+        run_step(session, [last], settle=True)
