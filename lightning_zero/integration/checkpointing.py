@@ -95,10 +95,12 @@ class CheckpointingStrategy(EngineStrategy):
         if self._background is not None:
             self._background.wait()
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by(self._mesh)}
-        if "optimizer_states" in checkpoint:  # a run can resume from it
-            checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(self._mesh.world, self.root_device)
+        # Rank 0's hooks alone may have dropped the entry, and what it holds is written.
+        world, resumable = self._mesh.world, "optimizer_states" in checkpoint
+        if world.broadcast_object(resumable, "tell whether a run can resume from a checkpoint"):
+            checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(world, self.root_device)
         with _checkpoint.pickled_as_masters(engines):
-            self._save(checkpoint, filepath, storage_options, self._mesh.world, engines)
+            self._save(checkpoint, filepath, storage_options, world, engines)
 
     def _save(
         self,

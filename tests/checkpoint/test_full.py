@@ -430,6 +430,11 @@ def edits(rank: int, checkpoint: dict[str, Any]) -> None:
     del checkpoint["optimizer_states"]
 
 
+def edits_on_rank_0(rank: int, checkpoint: dict[str, Any]) -> None:
+    if rank == 0:
+        edits(rank, checkpoint)
+
+
 def save_hooked(name: str, path: str, use: Callable[[int, dict[str, Any]], None]) -> str:
     Hooked.use = use
     return save_after_fit(name, RECIPE, Hooked, path)
@@ -454,10 +459,11 @@ def test_hooks_read_values(pool: RankPool, use: Any, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_hooks_change_what_is_saved(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", [edits, edits_on_rank_0])
+def test_hooks_change_what_is_saved(pool: RankPool, use: Any, tmp_path: Path) -> None:
     name = "zero3"
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    pool.run_within(20, save_hooked, name, str(path), edits)
+    pool.run_within(20, save_hooked, name, str(path), use)
     pool.run(save_at_end, name, RECIPE, str(other))
     saved = torch.load(path, weights_only=True)
     expected = torch.load(other, weights_only=True)["state_dict"]
