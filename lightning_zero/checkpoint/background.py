@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import partial
 
 from lightning_zero.checkpoint.commit import Save
@@ -81,6 +82,7 @@ class Background:
             CheckpointError: the save failed on a rank; raised on all ranks.
         """
         pending = [future for future in (self._written, *self._afterwards) if future is not None]
+        wait_for(pending)  # where the user interrupts this, the next call waits for them again
         self._written, self._afterwards = None, []
         for future in pending:
             future.result()

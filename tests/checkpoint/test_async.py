@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy.fits import Recipe, make_trainer
 
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import load
-from lightning_zero.checkpoint.commit import Draft
+from lightning_zero.checkpoint import Background, load
+from lightning_zero.checkpoint.commit import Draft, Save
 from lightning_zero.checkpoint.tiles import TILE, copy_to_host
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import InlineExecutor
@@ -258,3 +260,47 @@ class Raises(Resumable):
 def test_errors_appear_in_a_fit_after_one_that_failed(pool: RankPool, tmp_path: Path) -> None:
     options = {**STRATEGIES["zero2"], "async_save": True}
     assert all("No space left" in m for m in pool.run(fail_and_fit_again, options, str(tmp_path / "a.ckpt")))
+
+
+class Held(Save):
+    """A save that is complete once it is let go."""
+
+    path = Path("held.ckpt")
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.complete = False
+
+    def hold(self, executor: Any) -> None:
+        pass
+
+    def _write(self, rank: int) -> None:
+        assert self.let_go.wait(20)
+
+    def _complete(self, written: Sequence[Any]) -> None:
+        self.complete = True
+
+    def abandon(self) -> None:
+        pass
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, whatever the process that runs the tests has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_save_that_was_awaited_when_the_user_interrupted_is_awaited_again() -> None:
+    """By the strategy's teardown, after which Lightning kills the other ranks."""
+    save, background = Held(), Background(ALONE, InlineExecutor())
+    background.start(save, ALONE)
+    interrupt = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        background.wait()
+    save.let_go.set()
+    background.wait()
+    assert save.complete
