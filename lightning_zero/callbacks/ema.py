@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.engine import Engine, follow
+from lightning_zero.engine import Engine, engines_of, follow
 from lightning_zero.integration.patches import OnShards
 from lightning_zero.integration.strategy import ZeroStrategy
 from lightning_zero.storage import DeviceStore, HostStore, TensorStore, device_type
@@ -66,6 +66,7 @@ class EMA(OnShards, EMAWeightAveraging):
         super().__init__(device, use_buffers, decay, update_every_n_steps, update_starting_at_step)
         self._decay = decay
         self._saved: Mapping[str, Any] | None = None  # state to resume from, until there is an average
+        self._aside: _AverageOnShards | None = None  # the average of the last fit, while an evaluation runs
 
     @property
     @override
@@ -88,9 +89,21 @@ class EMA(OnShards, EMAWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._latest_update_step = min(self._latest_update_step, trainer.global_step)  # it may be an earlier Trainer's
         if isinstance(trainer.strategy, ZeroStrategy):
-            self._average_model = self._saved = None  # an earlier fit's average has replaced the weights
+            # An earlier fit's average has replaced the weights. A save after an evaluation needs what was replaced.
+            self._aside = None if trainer.state.fn == TrainerFn.FITTING else self._shards or self._aside
+            self._average_model = self._saved = None
         else:
             super().setup(trainer, pl_module, stage)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end_evaluation(trainer, pl_module)
+
+    def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the average back, unless the evaluation has replaced the weights beside it, or their engine is gone."""
+        average, self._aside = self._aside, None
+        if average is not None and trainer.ckpt_path is None and average.is_of(pl_module):
+            self._average_model = average  # type: ignore[assignment]  # see `on_sharded`
 
     @override
     def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -146,8 +159,9 @@ class EMA(OnShards, EMAWeightAveraging):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._shards is not None and self._shards.shadow.swapped:
+        if trainer.state.fn == TrainerFn.FITTING and self._shards is not None and self._shards.shadow.swapped:
             self._shards.shadow.swap()  # without communication: other ranks may be gone
+        self._end_evaluation(trainer, pl_module)
 
     @override
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
@@ -187,6 +201,10 @@ class _AverageOnShards:
         self.shadow = engine.make_shadow(store)
         self.n_averaged = 0
         self._engine, self._decay, self._use_buffers = engine, decay, use_buffers
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the engine still holds parameters of the module."""
+        return self._engine in engines_of(module)
 
     def update_parameters(self, module: nn.Module) -> None:
         rule = self._average if self.n_averaged else follow

@@ -578,23 +578,45 @@ def test_nothing_is_said_of_full_copies(pool: RankPool) -> None:
     assert not any("copy" in message or "sharding" in message for message in said)
 
 
-def fit_and_save_at_the_end(name: str, path: str) -> Weights:
-    """The weights in training after the last step; what is saved then is in the file."""
+class FailsInTest(Lit):
+    fails = False
+
+    def test_step(self, batch: Tensor, index: int) -> None:
+        if self.fails:
+            raise FailedError
+
+
+def fit_and_save_at_the_end(name: str, folder: str) -> Weights:
+    """The weights in training after the last step; what is saved then, and after evaluations, is in files."""
     recorder = Recorder()
-    trainer = make_trainer(name, callbacks=[make_average(name), recorder])
-    trainer.fit(Lit(MOMENTUM))
-    trainer.save_checkpoint(path)
+    trainer = make_trainer(name, callbacks=[make_average(name), recorder], **EACH_STEP)
+    trainer.fit(lit := FailsInTest(MOMENTUM))
+    trainer.save_checkpoint(f"{folder}/fitted.ckpt")
+    for evaluate in (trainer.validate, trainer.test):
+        evaluate(lit, verbose=False)
+    trainer.save_checkpoint(f"{folder}/evaluated.ckpt")
+    lit.fails = True
+    with pytest.raises(FailedError):
+        trainer.test(lit, verbose=False)
+    trainer.save_checkpoint(f"{folder}/failed.ckpt")
+    trainer.validate(lit, ckpt_path=f"{folder}/fitted.ckpt", verbose=False)
+    trainer.save_checkpoint(f"{folder}/loaded.ckpt")
     return recorder.weights[-1]
 
 
 @ranks(2)
 @names
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback, but loading")
 def test_a_save_after_the_end_has_the_weights_in_training(pool: RankPool, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    last = pool.run(fit_and_save_at_the_end, name, str(path))[0]
-    saved = torch.load(path, weights_only=True)
-    assert_same(plain(saved["current_model_state"]), last)
-    assert_same(plain(saved["state_dict"]), pool.run(fit_averaged, name, MOMENTUM, Lit, {})[0].weights)
+    last = pool.run(fit_and_save_at_the_end, name, str(tmp_path))[0]
+    average = pool.run(fit_averaged, name, MOMENTUM, Lit, {})[0].weights
+    for when in ("fitted", "evaluated", "failed"):
+        saved = torch.load(tmp_path / f"{when}.ckpt", weights_only=True)
+        assert_same(plain(saved["current_model_state"]), last)
+        assert_same(plain(saved["state_dict"]), average)
+        assert saved["averaging_state"]["n_averaged"] == MOMENTUM.steps
+    # The training weights are no longer those beside the weights that an evaluation has loaded.
+    assert "current_model_state" not in torch.load(tmp_path / "loaded.ckpt", weights_only=True)
 
 
 def test_impossible_averages_are_refused() -> None:
