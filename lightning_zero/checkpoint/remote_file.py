@@ -7,8 +7,8 @@ order of the file, one piece at a time, and holds only a few pieces in memory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ def begin(
 class RemoteFileSave(Save):
     """A save into one file at a URL.
 
+    An error of rank 0's upload is raised on all ranks. One in a gather is raised at once on the rank that has it, as in
+    training: the others are inside of that gather, and end when this rank does.
+
     Attributes:
         checkpoint: rank 0's checkpoint.
         engines: the engines that hold the values of its lazy tensors.
@@ -60,25 +63,49 @@ class RemoteFileSave(Save):
     engines: Sequence[Engine]
     checksums: bool
     in_background = False
+    _error: Exception | None = field(default=None, init=False)  # of the upload
+    _gathering: bool = field(default=False, init=False)
 
     @override
     def hold(self, executor: Executor) -> None:
         raise NotImplementedError("this save cannot run in the background: all ranks gather for it")
 
     @override
+    def write(self, world: Group) -> None:
+        # Before `together`, which keeps an error back until all ranks have come.
+        self._error = self._upload() if world.rank == 0 else None
+        follow_first(self.engines)  # other ranks take part in rank 0's gathers here, until its last one
+        super().write(world)
+
+    @override
     def _write(self, rank: int) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _upload(self) -> Exception | None:
+        """Send the file; returns the error of this, and raises one of a gather."""
         try:
-            if rank == 0:
-                self._stream()
-        finally:
-            follow_first(self.engines)  # other ranks take part in rank 0's gathers here, until its last one
+            self._stream()
+        except Exception as error:
+            if self._gathering:
+                raise
+            return error
+        return None
 
     def _stream(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             skeleton = Path(folder) / "archive"  # a file with holes
             missing = write_skeleton(skeleton, self.checkpoint)
             with self.path.writing() as out:
-                stream(skeleton, _Values(missing, self.engines), out, self.checksums)
+                stream(skeleton, _Values(missing, self.engines, self._gather), out, self.checksums)
+
+    def _gather(self, key: Key) -> Tensor:
+        """Gather a piece of sharded values; other ranks take part by :func:`follow_first`."""
+        self._gathering = True  # and so it stays after an error
+        gathered = follow_first(self.engines, key)
+        self._gathering = False
+        assert gathered is not None
+        return gathered
 
     @override
     def _complete(self, written: Sequence[Any]) -> None:
@@ -90,11 +117,17 @@ class RemoteFileSave(Save):
 
 
 class _Values(Mapping[Record, Iterator[Tensor]]):
-    """Maps records to their values, which are gathered when they are read. Reading is collective (`follow_first`)."""
+    """Maps records to their values, which ``gather`` gathers when they are read."""
 
-    def __init__(self, missing: Mapping[Record, UntypedStorage | LazyTensor], engines: Sequence[Engine]) -> None:
+    def __init__(
+        self,
+        missing: Mapping[Record, UntypedStorage | LazyTensor],
+        engines: Sequence[Engine],
+        gather: Callable[[Key], Tensor],
+    ) -> None:
         self._missing = missing
         self._engines = engines
+        self._gather = gather
         self._recent: dict[Key, Tensor] = {}  # pieces; consecutive small records lie in the same piece
 
     def __iter__(self) -> Iterator[Record]:
@@ -125,7 +158,5 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
         if key not in self._recent:
             while len(self._recent) >= _RECENT:  # drop the piece that was gathered first
                 del self._recent[next(iter(self._recent))]
-            gathered = follow_first(self._engines, key)
-            assert gathered is not None
-            self._recent[key] = gathered
+            self._recent[key] = self._gather(key)
         return self._recent[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from checkpoint.remote import Shared, register
 from checkpoint.resuming import Resumable, run, save_at_end
 from checkpoint.test_full import ALONE, RECIPE, assert_same_files, files_in
 from checkpoint.test_sharded import assert_equal_trees
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankError, RankPool, ranks
 from lightning import Trainer
 from lightning.fabric import Fabric
 from strategy.fits import Fitted, Recipe, assert_same, make_trainer
@@ -280,6 +281,36 @@ def test_a_rank_that_fails_fails_the_save_on_all(form: str, pool: RankPool, tmp_
     for said in pool.run(cut_on_one_rank, strategy, url(tmp_path / "a.ckpt"), 0 if form == "full" else 1):
         assert "the connection was cut" in said
     assert not (tmp_path / "a.ckpt" / METADATA).exists()
+
+
+def save_unreadable(path: str, rank: int, report: str) -> None:
+    """Save where the values of one rank cannot be read; its process ends with the error, which it reports before."""
+    register()
+    trainer = make_trainer("zero3")
+    trainer.fit(Resumable(RECIPE))
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer.global_rank == rank:
+            patch.setattr(shards.SharedValues, "gather_piece", unreadable)
+        try:
+            trainer.save_checkpoint(path)
+        except OSError as error:
+            Path(report).write_text(str(error))
+            os._exit(1)
+
+
+def unreadable(values: shards.SharedValues, number: int) -> None:
+    raise OSError(5, "the state cannot be read")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(2)
+def test_an_error_while_others_gather_is_that_of_its_rank(rank: int, pool: RankPool, tmp_path: Path) -> None:
+    """It does not wait for them first: they wait for it."""
+    report = tmp_path / "said"
+    with pytest.raises(RankError):
+        pool.run_within(10, save_unreadable, url(tmp_path / "a.ckpt"), rank, str(report))
+    assert "the state cannot be read" in report.read_text()
+    assert files_in(tmp_path) == {"said"}
 
 
 def saved_under_own_names(folder: str) -> None:
