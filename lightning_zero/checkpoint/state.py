@@ -40,6 +40,8 @@ from lightning_zero.update import (
     Updater,
     compacted,
     in_blocks,
+    load_own_entries,
+    own_entries,
 )
 
 StateDict = dict[str, Any]
@@ -266,8 +268,9 @@ def optimizer_state_dict(engine: Engine, updater: Updater, compact: bool = False
         compact: keep 8-bit state in the form of :mod:`lightning_zero.update.compact`; otherwise convert it to fp32.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, and the name of the optimizer's
-        class. State with one value per element has the parameter's shape and is lazy; see :func:`module_state_dict`.
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, the name of the optimizer's class,
+        and what the ``state_dict`` of this class adds. State with one value per element has the parameter's shape and
+        is lazy; see :func:`module_state_dict`.
     """
     engine.in_backward.check_together()
     names = _parameter_names(engine.module)
@@ -302,7 +305,8 @@ def optimizer_state_dict(engine: Engine, updater: Updater, compact: bool = False
             # Without state, as for plain SGD, torch's format has no entry.
             if (entry := tensors | rest) and id(bucket.parameters[index]) in mine:
                 state[names[id(bucket.parameters[index])]] = compacted(entry) if in_compact_form else entry
-    return {"state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
+    added = own_entries(updater.optimizer)
+    return {**added, "state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
 
 
 class _Moments(NamedTuple):
@@ -375,6 +379,7 @@ def load_optimizer_state_dict(engine: Engine, updater: Updater, saved: Mapping[s
         group.update(copy.deepcopy({k: v for k, v in old.items() if k not in ("params", "param_names")}))
     # As in `load_state_dict`: the optimizer's class adapts the hyperparameters, such as AdamW those of Adam.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    load_own_entries(optimizer, {k: v for k, v in saved.items() if k not in ("state", "param_groups", KIND)})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             key = keys.get(id(parameter))

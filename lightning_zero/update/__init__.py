@@ -10,6 +10,7 @@ from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CP
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.gradient_scale import SharedScaler
 from lightning_zero.update.in_backward import TornStepError, why_not_in_backward
+from lightning_zero.update.loading import load_own_entries, own_entries
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.update.muon import Muon
 from lightning_zero.update.native_updater import NativeUpdater
@@ -59,7 +60,9 @@ __all__ = [
     "holds_compact",
     "in_blocks",
     "kept_whole",
+    "load_own_entries",
     "make_updater",
+    "own_entries",
     "state_as_kept",
     "why_not_in_backward",
 ]

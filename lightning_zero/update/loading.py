@@ -1,9 +1,12 @@
-"""Reads the state of parameters from state dicts, with all its digits."""
+"""Reads state dicts of optimizers: the state of parameters, with all its digits, and what a user's class adds to it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.update.rules import ELEMENT_WISE
+from lightning_zero.update.shell import without_state
+
+_OF_TORCH = ("state", "param_groups")  # the entries of torch's own state dicts
 
 
 def saved_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -83,3 +89,30 @@ def _rounded(saved: Any, own: Any) -> bool:
     if torch.promote_types(saved.dtype, own.dtype) == own.dtype:  # it holds every value
         return False
     return saved.shape == own.shape and bool(saved.detach().to(own).equal(own))
+
+
+def own_entries(optimizer: Optimizer) -> dict[str, Any]:
+    """Give what the ``state_dict`` of a user's class adds to torch's, such as a count of steps that is an attribute.
+
+    It runs on a shell without state, since the state is in shards.
+    """
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return {}
+    try:
+        state_dict = type(optimizer).state_dict(without_state(optimizer))
+    except Exception as error:  # noqa: BLE001  # all that torch would save is saved nevertheless
+        warnings.warn(
+            f"{type(optimizer).__name__}.state_dict() fails where there is no state ({error!r}). Checkpoints lack what "
+            "it adds to the state and the groups. Let it add what needs no state",
+            stacklevel=2,
+        )
+        return {}
+    return {key: value for key, value in state_dict.items() if key not in _OF_TORCH}
+
+
+def load_own_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
+    """Pass the entries of :func:`own_entries` to the ``load_state_dict`` of a user's class, without any state."""
+    if own and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        number = itertools.count()
+        groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in optimizer.param_groups]
+        optimizer.load_state_dict({**copy.deepcopy(dict(own)), "state": {}, "param_groups": groups})

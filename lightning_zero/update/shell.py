@@ -33,6 +33,14 @@ def snapshot(optimizer: Optimizer) -> Optimizer:
     return taken
 
 
+def without_state(optimizer: Optimizer) -> Optimizer:
+    """Makes a shell with the optimizer's groups and without state, for methods of its class that need none."""
+    shell = snapshot(optimizer)
+    shell.__dict__.update({hook: OrderedDict() for hook in OPTIMIZER_HOOKS})
+    shell.param_groups, shell.state = [dict(group) for group in optimizer.param_groups], defaultdict(dict)
+    return shell
+
+
 class ShellGroup(NamedTuple):
     """Tensors, whose ``grad`` is set, and the hyperparameters with which they are updated."""
 

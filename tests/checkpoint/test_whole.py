@@ -10,13 +10,14 @@ import torch
 from checkpoint.resuming import Resumable, run
 from checkpoint.test_matrix import OVERFLOWS, SAVED, STEPS, Traced
 from helpers.ranks import RankPool
-from helpers.whole import OF_LIBRARIES
+from helpers.whole import OF_LIBRARIES, Ruled
 from strategy.fits import DDP, Fitted, Recipe, assert_close, assert_same, assert_same_states
 from torch import Tensor
 
 import lightning_zero
 from lightning_zero import DynamicLossScaler, ZeroPrecision
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.update import own_entries
 
 ASKED = ("blocks.1.up.weight", "norm.weight")
 
@@ -124,3 +125,55 @@ def test_muons_adamw_goes_on_in_the_kernel_and_without(pool2: RankPool, tmp_path
         assert_same(resumed.weights, whole.weights, native=rounds)
         if name != DDP:  # whose states have numbers for names
             assert_same_states(resumed.optimizer_states[0], whole.optimizer_states[0], native=rounds)
+
+
+class Counts(Ruled):
+    """Counts steps in itself, and saves the count beside the state."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+    def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["sum"] = torch.zeros_like(parameter)
+        parameter.add_(state["sum"].add_(gradient), alpha=-group["lr"] / self.calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.calls = state_dict["calls"]
+
+
+class Counting(Resumable):
+    def configure_optimizers(self) -> Any:
+        return Counts(self.parameters())
+
+
+@pytest.mark.parametrize(("first", "second"), [("sharded", "full"), ("full", DDP), (DDP, "sharded")])
+def test_what_the_state_dict_of_an_optimizer_adds_is_resumed(
+    pool2: RankPool, first: str, second: str, tmp_path: Path
+) -> None:
+    forms: dict[str, Any] = {form: {"stage": 3, "checkpoint_format": form} for form in ("full", "sharded")}
+    path, recipe = str(tmp_path / "saved.ckpt"), Recipe(steps=4, dtype=torch.float64)
+    same: dict[str, Any] = {"module": Counting, "steps": 4, "precision": "64-true"}
+    whole = pool2.run(run, forms.get(first, first), recipe, save=(2, path), **same)[0]
+    resumed = pool2.run(run, forms.get(second, second), recipe, resume=path, **same)[0]
+    assert_close(resumed.weights, whole.weights)
+
+
+class NeedsState(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        sums = [self.state[parameter]["sum"].sum() for group in self.param_groups for parameter in group["params"]]
+        return {**super().state_dict(), "sums": sums}
+
+
+def test_what_it_adds_from_the_state_is_said_to_be_lost() -> None:
+    optimizer = NeedsState([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.warns(UserWarning, match=r"NeedsState.state_dict\(\) fails where there is no state"):
+        assert own_entries(optimizer) == {}
