@@ -101,6 +101,7 @@ def begin(
     Raises:
         CheckpointError: a rank has failed; raised on all ranks.
     """
+    folder_reader.open_local_files()
     containers = REMOTE_CONTAINERS if isinstance(path, RemotePath) else CONTAINERS
     return containers[container](checkpoint, path, engines, world, checksums)
 

@@ -5,6 +5,7 @@ The folder may come from this package or from Lightning's FSDP strategy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -152,6 +153,8 @@ class Folder:
         self._open = functools.partial(_open_remote, path) if isinstance(path, RemotePath) else _OpenFolder(path)
         self._files: dict[str, Readable] = {}
         self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the bytes of an archive before the values
+        if isinstance(path, Path):
+            _LOCAL.add(self)
 
     @property
     def key(self) -> Hashable:
@@ -184,6 +187,12 @@ class Folder:
             elif size < end:
                 raise CheckpointError(f"{self.path / name} is truncated: it has {size} of {end} bytes")
         return missing
+
+    def open_files(self) -> None:
+        """Open all files that exist; they can then be read after they were removed."""
+        for info in {info.relative_path: info for info in self._header.storage_data.values()}.values():
+            with contextlib.suppress(CheckpointError, OSError):  # who reads it gets this error
+                self._file(info)
 
     def damaged(self, world: Group) -> list[str]:
         """Names of entries whose checksums do not match, among this rank's part of the entries in existing files."""
@@ -315,11 +324,21 @@ class Folder:
         return self._files[name]
 
 
-class _OpenFolder:
-    """Opens files of a local folder, also after another folder has taken its name.
+_LOCAL: weakref.WeakSet[Folder] = weakref.WeakSet()  # local folders; each lives as long as a tensor is read from it
 
-    This happens when user code keeps a lazy tensor and a later save replaces the checkpoint.
+
+def open_local_files() -> None:
+    """Open the files of local folders that may still be read: a save may be about to replace one of these.
+
+    User code may keep a lazy tensor of a checkpoint. Not all files are opened when a folder is loaded, since many ranks
+    write many files, and a rank needs few of them.
     """
+    for folder in [*_LOCAL]:
+        folder.open_files()
+
+
+class _OpenFolder:
+    """Opens files of a local folder, also after another folder has taken its name."""
 
     def __init__(self, path: Path) -> None:
         self._folder = os.open(path, os.O_RDONLY)

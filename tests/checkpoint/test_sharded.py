@@ -838,6 +838,16 @@ def test_what_user_code_keeps_of_a_replaced_checkpoint(pool: RankPool, tmp_path:
 
 
 @pytest.mark.parametrize("container", ["full", "sharded"])
+def test_files_that_were_not_read_before_are_read_after_a_save_over_them(container: str, folder: Path) -> None:
+    expected = {name: value.clone() for name, value in load(folder, ALONE)["state_dict"].items()}
+    kept = load(folder, ALONE, checksums=False)["state_dict"]  # which would read them
+    save = begin(container, {"state_dict": {"w": torch.ones(3)}}, folder, (), ALONE)
+    assert save is not None
+    save.write(ALONE)
+    assert_equal_trees(kept, expected)
+
+
+@pytest.mark.parametrize("container", ["full", "sharded"])
 def test_two_loads_of_a_path_are_two_checkpoints(container: str, tmp_path: Path) -> None:
     """If another one has replaced the first in between: their tensors have the same numbers."""
 
