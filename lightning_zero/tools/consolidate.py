@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.file import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.tools.contents import cast, explained, tied_names
+from lightning_zero.tools.contents import cast, explained, optimizer_states, tied_names
 from lightning_zero.update import holds_compact
 
 
@@ -66,7 +66,7 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
             if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
                 weights[name] = weights[tied[name]] if name in tied else _convert(name, value, dtype)
     write_alone(checkpoint, path)
-    return Consolidated(len(weights), len(checkpoint.get("optimizer_states", [])), path.stat().st_size)
+    return Consolidated(len(weights), len(optimizer_states(checkpoint)), path.stat().st_size)
 
 
 def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -267,11 +267,14 @@ def describe(path: Path) -> Contents:
         if isinstance(value, Tensor)
     ]
     try:
-        optimizers = [_describe_optimizer(saved) for saved in checkpoint.get("optimizer_states", [])]
+        optimizers = [_describe_optimizer(saved) for saved in optimizer_states(checkpoint)]
     except (AttributeError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: 'optimizer_states' is not in torch's format ({error!r}).") from error
     precision = _mapping(checkpoint.get("ZeroPrecision"))
-    scaler = _mapping(precision.get("scaler")) or _mapping(checkpoint.get("MixedPrecision"))
+    written_by = _mapping(checkpoint.get("lightning_zero"))
+    # The Trainer's by this package and by Lightning, and Fabric's.
+    scalers = precision.get("scaler"), checkpoint.get("MixedPrecision"), written_by.get("loss_scaler")
+    scaler = next((mapping for mapping in map(_mapping, scalers) if mapping), {})
     files = path.rglob("*") if path.is_dir() else [path]
     return Contents(
         file=str(path),
@@ -291,6 +294,16 @@ def describe(path: Path) -> Contents:
         keys=[str(key) for key in checkpoint],
         opaque=opaque,
     )
+
+
+def optimizer_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """The states of the optimizers, which users of Fabric may save under any name, with and without a list."""
+    return [
+        each
+        for name, value in checkpoint.items()
+        for each in (value if isinstance(value, list | tuple) else [value])
+        if name == "optimizer_states" or (isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys())
+    ]
 
 
 def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:

@@ -21,10 +21,13 @@ from helpers.ranks import RankPool, ranks
 from strategy.fits import DDP, Lit, Recipe
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision
-from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.checkpoint import CheckpointError, begin
+from lightning_zero.sharding import Group
+from lightning_zero.tools.consolidate import consolidate
 from lightning_zero.tools.contents import ParameterGroup, StateInfo, describe, plain, read_checkpoint
 
 RECIPE = Recipe(optimizer="adamw", options={"lr": 0.05})
+STATE = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
 
 
 def write(path: Path, state: dict[str, Any], **more: Any) -> Path:
@@ -88,6 +91,24 @@ def test_the_world_that_wrote_it_is_found(tmp_path: Path) -> None:
     world = {"version": "0.1.0", "world_size": 4, "shard_size": 2, "stage": 3}
     assert describe(write(tmp_path / "a.ckpt", {"w": torch.ones(2)}, lightning_zero=world)).written_by == world
     assert describe(write(tmp_path / "b.ckpt", {"w": torch.ones(2)})).written_by is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "number"),
+    [("optimizer_states", STATE, 1), ("optimizer", STATE, 1), ("optimizers", [STATE, STATE], 2), ("lr", [0.1], 0)],
+)
+def test_optimizers_of_fabric_are_found_and_its_loss_scale(name: str, value: Any, number: int, tmp_path: Path) -> None:
+    written_by = {"version": "0.1.0", "world_size": 1, "loss_scaler": {"scale": 8.0}}
+    saved = {"model": {"w": torch.ones(2)}, name: value, "lightning_zero": written_by}
+    torch.save(saved, tmp_path / "a.ckpt")
+    contents = describe(tmp_path / "a.ckpt")
+    assert [optimizer.groups for optimizer in contents.optimizers] == [[ParameterGroup(["w"], {"lr": 0.1})]] * number
+    assert contents.loss_scale == 8.0
+    save = begin("sharded", saved, tmp_path / "folder", (), Group())
+    assert save is not None
+    save.write(Group())
+    assert consolidate(tmp_path / "folder", tmp_path / "one.ckpt").optimizers == number
+    assert describe(tmp_path / "folder").optimizers == contents.optimizers
 
 
 def test_state_of_every_kind_is_described(tmp_path: Path) -> None:
