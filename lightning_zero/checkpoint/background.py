@@ -70,7 +70,7 @@ class Background:
             if written is None or written.exception() is None:
                 try:
                     act()
-                except OSError as error:  # not raised: it concerns this rank only, and the others would wait for it
+                except Exception as error:  # noqa: BLE001  # it concerns this rank only, and others would wait for it
                     log.error("%s", error)
 
         self._afterwards.append(self._executor.submit(run))

@@ -10,6 +10,10 @@ import fsspec
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 
+class RefusedError(Exception):
+    """An error of its own, as clients of object stores have them."""
+
+
 class _Opened(LocalFileOpener):
     """A file of :class:`Shared`."""
 
@@ -40,12 +44,14 @@ class Shared(LocalFileSystem):
         room: bytes that may still be written; `None`: any number.
         read: bytes that were read.
         unanswered: name of files that arrive, although whoever writes them gets an error.
+        keeps: whether nothing may be removed.
     """
 
     protocol = "shared"
     room: int | None = None
     read = 0
     unanswered: str | None = None
+    keeps = False
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -57,6 +63,11 @@ class Shared(LocalFileSystem):
     def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
         found = super().ls(path, detail, **options)
         return found if detail else [*found, f"{self._strip_protocol(path)}/"]  # as with an object for the folder
+
+    def rm(self, *args: Any, **kwargs: Any) -> None:
+        if Shared.keeps:
+            raise RefusedError("nobody may remove it")
+        super().rm(*args, **kwargs)
 
     def mv(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an object store renames nothing")

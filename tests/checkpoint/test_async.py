@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint.remote import RefusedError
 from checkpoint.resuming import Resumable, SaveAfter, run
 from checkpoint.test_contents import resident
 from checkpoint.test_full import ALONE, Derived, files_in
@@ -304,3 +305,16 @@ def test_a_save_that_was_awaited_when_the_user_interrupted_is_awaited_again() ->
     save.let_go.set()
     background.wait()
     assert save.complete
+
+
+def test_what_fails_after_a_save_on_one_rank_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    save, background = Held(), Background(ALONE, InlineExecutor())
+    background.start(save, ALONE)
+
+    def refuse() -> None:
+        raise RefusedError("nobody may remove it")
+
+    background.after(refuse)
+    save.let_go.set()
+    background.wait()
+    assert "nobody may remove it" in caplog.text

@@ -100,6 +100,7 @@ def cut() -> Iterator[type[Shared]]:
     """The file system, for a test that cuts the connection."""
     yield Shared
     Shared.room = Shared.unanswered = None
+    Shared.keeps = False
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,6 +143,12 @@ def test_a_save_that_got_no_answer_is_whole(form: str, tmp_path: Path, cut: type
     assert_equal_trees(load(locate(url(path)), ALONE), newer)
     write(form, older, url(path))
     assert form == "full" or sum(each.is_dir() for each in path.iterdir()) == 1  # nothing stays of the others
+
+
+def test_where_its_remains_cannot_be_removed_the_error_of_the_save_stays(tmp_path: Path, cut: type[Shared]) -> None:
+    cut.room, cut.keeps = 100, True
+    with pytest.raises(CheckpointError, match="the connection was cut"):
+        write("sharded", {"state_dict": {"w": torch.ones(300)}}, url(tmp_path / "last.ckpt"))
 
 
 def test_a_save_that_another_one_has_overtaken_fails(tmp_path: Path) -> None:
