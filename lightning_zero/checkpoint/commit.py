@@ -126,10 +126,14 @@ class Draft:
             if ours and locked.exists() and locked.stat().st_ino == os.fstat(self.file).st_ino:
                 break
             os.close(self.file)  # another run removed it as a leftover before it was locked
-        if folder:
-            os.write(self.file, os.fsencode(path.name))  # `recover_all` needs the final name of a complete draft
-            os.fsync(self.file)
-        self._inode = self.temporary.stat().st_ino
+        try:
+            if folder:
+                os.write(self.file, os.fsencode(path.name))  # `recover_all` needs the final name of a complete draft
+                os.fsync(self.file)
+            self._inode = self.temporary.stat().st_ino
+        except BaseException:
+            self.close()
+            raise
 
     def complete(self) -> None:
         """Rename the draft to its final name, replacing an older checkpoint. All of it must be on the disk."""

@@ -694,6 +694,16 @@ def draft_over_older(path: Path) -> tuple[Draft, Path]:
     return draft, aside
 
 
+def test_a_draft_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        Draft(tmp_path / "a.ckpt", folder=True)
+    assert not files_in(tmp_path)
+
+
 def test_a_draft_that_is_written_is_nobodys_to_take(tmp_path: Path) -> None:
     """It is complete, and locked: a load or a save beside it leaves it alone."""
     path = tmp_path / "a.ckpt"
