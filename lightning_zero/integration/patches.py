@@ -2,8 +2,8 @@
 
 This serves three purposes that no hook can: schedulers and averaged weights ignore optimizer steps that were skipped on
 overflow; callbacks that copy, average or replace full weights, and loggers that draw the module's graph, find the
-module unsharded; and ``ModelCheckpoint`` takes saves in the background into account. Each function returns a function
-that undoes its change.
+module unsharded; and ``ModelCheckpoint`` and loggers take saves in the background into account. Each function returns a
+function that undoes its change.
 """
 
 from __future__ import annotations
@@ -240,3 +240,29 @@ def know_background(callback: ModelCheckpoint, background: Background) -> Undo:
         background.after(functools.partial(own_link, cast("pl.Trainer", alone), filepath, linkpath))
 
     return replace_methods(callback, {"file_exists": file_exists, private.LINK_CHECKPOINT: link_checkpoint})
+
+
+def tell_after_saves(logger: Logger, background: Background) -> Undo:
+    """Tell the logger of a save when the file is complete: one that uploads files would not find it before.
+
+    It is told in the thread of the save, and gets a callback with the attributes at the time of the call.
+    """
+    own = logger.after_save_checkpoint
+    taken: dict[int, tuple[ModelCheckpoint, dict[str, Any]]] = {}  # by id of a callback's attributes
+
+    def after_save_checkpoint(logger: Logger, checkpoint_callback: ModelCheckpoint) -> None:
+        attributes = vars(checkpoint_callback)  # it is a weak proxy, perhaps another one than before
+        # One copy for all saves, since a logger may keep it and upload at the end. Nobody reads it now: the save before
+        # has ended.
+        copied, _ = taken.setdefault(id(attributes), (object.__new__(checkpoint_callback.__class__), attributes))
+        vars(copied).update({k: dict(v) if isinstance(v, dict) else v for k, v in attributes.items()})
+        background.after(functools.partial(own, copied))
+
+    undo = replace_methods(logger, {"after_save_checkpoint": after_save_checkpoint})
+
+    def undo_and_bring_up_to_date() -> None:
+        undo()
+        for copied, attributes in taken.values():
+            vars(copied).update(attributes)
+
+    return undo_and_bring_up_to_date

@@ -400,6 +400,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):
                     self._undo.append(patches.know_background(callback, self._background))
+            self._undo += [patches.tell_after_saves(logger, self._background) for logger in trainer.loggers]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if fitting and isinstance(callback, patches.OnShards):
                 callback.on_sharded(trainer, self.lightning_module)

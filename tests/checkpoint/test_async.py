@@ -20,6 +20,7 @@ from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from strategy.fits import Recipe, make_trainer
 
 from lightning_zero import CheckpointError
@@ -212,6 +213,55 @@ def test_top_k_of_one_name_and_the_link_are_as_in_blocking_saves(pool: RankPool,
     assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
     steps = [load(tmp_path / folder / "last.ckpt", ALONE)["global_step"] for folder in ("a", "b")]
     assert steps[0] == steps[1]
+
+
+class Uploads(DummyLogger):
+    """Notes which files it would upload: after each save, as those of a run, and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self.callbacks: dict[int, Any] = {}
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.callbacks[id(checkpoint_callback)] = checkpoint_callback
+        self.upload(checkpoint_callback)
+
+    def upload(self, callback: Any) -> None:
+        paths = [*callback.best_k_models, callback.best_model_path, callback.last_model_path]
+        self.found.append((callback.__class__.__name__, [Path(path).name for path in paths if Path(path).is_file()]))
+
+    def finalize(self, status: str) -> None:
+        for callback in self.callbacks.values():
+            self.upload(callback)
+
+
+def save_and_upload(strategy: dict[str, Any], folder: str) -> list[Any]:
+    complete = Draft.complete
+
+    def slowly(draft: Draft) -> None:
+        time.sleep(0.05)
+        complete(draft)
+
+    keep = ModelCheckpoint(
+        folder, filename="{step}", monitor="score", mode="max", every_n_train_steps=1, save_top_k=2, save_last="link"
+    )
+    flags = {"callbacks": [Score(), keep], "logger": (logger := Uploads()), "enable_checkpointing": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "complete", slowly)
+        make_trainer(strategy, **flags).fit(Resumable(RECIPE))
+    return logger.found
+
+
+@ranks(2)
+def test_loggers_find_the_files_that_they_upload(pool: RankPool, tmp_path: Path) -> None:
+    (blocking, _), (background, _) = (
+        pool.run(save_and_upload, {**STRATEGIES["zero2"], "async_save": each}, str(tmp_path / str(each)))
+        for each in (False, True)
+    )
+    assert background == blocking
+    assert blocking[1] == ("ModelCheckpoint", ["step=1.ckpt", "step=2.ckpt", "step=2.ckpt", "last.ckpt"])
+    assert len(blocking) == RECIPE.steps + 1
 
 
 class SavesAtTheEnd(Callback):
