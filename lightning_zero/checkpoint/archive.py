@@ -23,7 +23,7 @@ from torch.storage import UntypedStorage
 from zlib_ng.zlib_ng import crc32_combine
 
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
-from lightning_zero.checkpoint.tiles import Writable, write_at, write_tiles
+from lightning_zero.checkpoint.tiles import FileObject, Readable, Writable, read_at, write_at, write_tiles
 from lightning_zero.torch_private import storage_in, storage_number
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT: sections 4.3.7, 4.3.9, 4.3.12
@@ -50,23 +50,47 @@ class Record(NamedTuple):
         return self._replace(start=self.start + offset, central=self.central + offset)
 
 
-def read_records(file: IO[bytes]) -> list[Record]:
-    """All records of an archive, in the order of its central directory.
+class Entry(NamedTuple):
+    """A record as the archive's central directory describes it: where its local header is, but not its contents."""
+
+    name: str
+    header: int  # first byte of the local header in the file
+    nbytes: int
+    crc: int
+    central: int
+
+    def record(self, file: Readable) -> Record:
+        """The record, for which its local header is read from ``file``."""
+        header = bytearray(_LOCAL_HEADER)
+        read_at(file, memoryview(header), self.header)
+        name, extra = struct.unpack_from("<HH", header, _LOCAL_HEADER - 4)
+        return Record(self.name, self.header + _LOCAL_HEADER + name + extra, self.nbytes, self.crc, self.central)
+
+
+def read_directory(file: IO[bytes]) -> list[Entry]:
+    """All entries of an archive's central directory, which is at its end; nothing else is read.
 
     Raises:
         zipfile.BadZipFile: the directory at the end is damaged or missing.
     """
     with zipfile.ZipFile(file) as archive:
-        records, central = [], archive.start_dir
+        entries, central = [], archive.start_dir
         for info in archive.infolist():
-            file.seek(info.header_offset)
-            name, extra = struct.unpack_from("<HH", file.read(_LOCAL_HEADER), _LOCAL_HEADER - 4)
-            start = info.header_offset + _LOCAL_HEADER + name + extra
             _, _, inner = info.filename.partition("/")
-            records.append(Record(inner, start, info.file_size, info.CRC, central))
+            entries.append(Entry(inner, info.header_offset, info.file_size, info.CRC, central))
             file.seek(central)
             central += _CENTRAL_HEADER + sum(struct.unpack_from("<HHH", file.read(_CENTRAL_HEADER), 28))
-        return records
+        return entries
+
+
+def read_records(file: IO[bytes]) -> list[Record]:
+    """All records of an archive, in the order of its central directory.
+
+    Raises:
+        zipfile.BadZipFile: see :func:`read_directory`.
+    """
+    readable = FileObject(file)
+    return [entry.record(readable) for entry in read_directory(file)]
 
 
 def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage | LazyTensor]:
@@ -219,7 +243,7 @@ def combined(checksums: Iterable[Checksum]) -> int:
     return crc
 
 
-def by_record(records: Iterable[Record], checksums: Iterable[Checksum]) -> dict[str, list[Checksum]]:
+def by_record(records: Iterable[Record | Entry], checksums: Iterable[Checksum]) -> dict[str, list[Checksum]]:
     """The checksums of each record's slices, by its name."""
     found: dict[str, list[Checksum]] = {record.name: [] for record in records}
     for checksum in checksums:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combined, leaves, read_records, storages_of
+from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combined, leaves, read_directory, storages_of
 from lightning_zero.checkpoint.errors import NAMED, damaged, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemotePath, readable
-from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at, split_range
+from lightning_zero.checkpoint.tiles import TILE, bytes_of, checksum_of, read_at, split_range
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.torch_private import file_offset, storage_number
@@ -55,7 +55,7 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
 
 def _load_remote(path: RemotePath, weights_only: bool) -> Any:
     """Load all of a remote file."""
-    with path.open() as file:
+    with path.open(block=TILE) as file:
         return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
@@ -69,7 +69,7 @@ def _is_zip(path: Location) -> bool:
         if file.read(4) != b"PK\x03\x04":
             return False
         try:
-            read_records(file)
+            read_directory(file)
         except zipfile.BadZipFile as error:
             raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
     return True
@@ -87,27 +87,29 @@ def verify(path: Location, world: Group, weights_only: bool = True) -> None:
         CheckpointError: a checksum does not match; raised on all ranks.
     """
     with path.open("rb") as archive:
-        records = read_records(archive)
+        entries = read_directory(archive)
 
     def sums() -> list[Checksum]:
-        total = sum(record.nbytes for record in records)
+        total = sum(entry.nbytes for entry in entries)
         low, high = (total * rank // world.size for rank in (world.rank, world.rank + 1))
         found, begins, file = [], 0, readable(path)
-        for record in records:
-            start, stop = (record.start + min(max(edge - begins, 0), record.nbytes) for edge in (low, high))
-            if start < stop:
-                found.append(Checksum(record.name, start, stop - start, checksum_of(file, start, stop)))
-            begins += record.nbytes
+        for entry in entries:
+            first, last = (min(max(edge - begins, 0), entry.nbytes) for edge in (low, high))
+            if first < last:
+                begin = entry.record(file).start
+                start, stop = begin + first, begin + last
+                found.append(Checksum(entry.name, start, stop - start, checksum_of(file, start, stop)))
+            begins += entry.nbytes
         return found
 
     every = together(world, sums, f"verify the checkpoint {path}")
-    found = by_record(records, (checksum for checksums in every for checksum in checksums))
+    found = by_record(entries, (checksum for checksums in every for checksum in checksums))
     # 0 means no checksum: writers may leave them out.
-    wrong = [record for record in records if record.crc and combined(found[record.name]) != record.crc]
+    wrong = [entry for entry in entries if entry.crc and combined(found[entry.name]) != entry.crc]
     if wrong:
         first, rest = wrong[:NAMED], wrong[NAMED:]
-        names = [_tensor_name(path, record, weights_only) for record in first]
-        raise damaged(path, names + [record.name for record in rest])
+        names = [_tensor_name(path, entry.record(readable(path)), weights_only) for entry in first]
+        raise damaged(path, names + [entry.name for entry in rest])
 
 
 def _tensor_name(path: Location, record: Record, weights_only: bool) -> str:

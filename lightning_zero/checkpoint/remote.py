@@ -18,10 +18,11 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.tiles import TILE, OpenFile, Readable
+from lightning_zero.checkpoint.tiles import TILE, FileObject, OpenFile, Readable
 from lightning_zero.sharding import Group
 
-_CACHED_BLOCKS = 8  # per file that is read; most ranges are short, and near ranges that were read before
+BLOCK = 1 << 18  # bytes that are fetched for a shorter range: most of these are near ranges that are read next
+_CACHED_BLOCKS = 32  # per file that is read
 
 
 class RemotePath:
@@ -90,11 +91,19 @@ class RemotePath:
         # Object stores may list the folder itself: an empty object with its name, which other programs make.
         return [self / path.rpartition("/")[2] for path in sorted(found - {self._path})]
 
-    def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open the file for reading; blocks that were read stay in a small cache."""
+    def open(self, mode: str = "rb", block: int | None = None) -> IO[bytes]:
+        """Open the file for reading.
+
+        Args:
+            mode: "rb".
+            block: number of bytes to fetch at a time, which stay in a small cache; ``None``: :data:`BLOCK`; 0: as many
+                as are read, and none stays.
+        """
         assert mode == "rb"
-        options: dict[str, Any] = {"cache_type": "blockcache", "cache_options": {"maxblocks": _CACHED_BLOCKS}}
-        return cast("IO[bytes]", self._filesystem.open(self._path, mode, block_size=TILE, **options))
+        block = BLOCK if block is None else block
+        cached: dict[str, Any] = {"cache_type": "blockcache", "cache_options": {"maxblocks": _CACHED_BLOCKS}}
+        options = cached if block else {"cache_type": "none"}
+        return cast("IO[bytes]", self._filesystem.open(self._path, mode, block_size=block or TILE, **options))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
@@ -117,16 +126,16 @@ class RemotePath:
 class RemoteFile:
     """Reads ranges of a file at a URL: a :class:`~lightning_zero.checkpoint.tiles.Readable`."""
 
+    portion = TILE
+
     def __init__(self, path: RemotePath) -> None:
-        self._file = path.open()
+        self._in_blocks, self._exactly = FileObject(path.open()), FileObject(path.open(block=0))
         self._lock = threading.Lock()  # a background save and the training thread may read at the same time
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
+        file = self._in_blocks if len(buffer) < BLOCK else self._exactly
         with self._lock:
-            self._file.seek(offset)
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+            return file.read_into(buffer[:TILE], offset)
 
 
 Location = Path | RemotePath

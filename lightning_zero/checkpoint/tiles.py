@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from zlib_ng.zlib_ng import crc32
 from lightning_zero.storage import Executor, HostStore, Ticket
 
 TILE = 1 << 23  # bytes that are read or written at a time
-_CACHED = 1 << 19  # bytes that are read at a time for a checksum; so few that they are still in the core's cache
+_CACHED = 1 << 19  # bytes that are read at a time from a local file, so few that they stay in the core's cache
 _MAPPED = 1 << 20  # bytes; smaller copies get no memory mapping of their own, since the system limits their number
 
 
@@ -49,7 +49,13 @@ class Writable(Protocol):
 
 
 class Readable(Protocol):
-    """A file that can be read in ranges."""
+    """A file that can be read in ranges.
+
+    Attributes:
+        portion: number of bytes to read at a time, where all are read from one end to the other.
+    """
+
+    portion: int
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Read bytes at ``offset`` into the beginning of ``buffer``; returns their number, 0 at the end of the file."""
@@ -80,12 +86,29 @@ class OpenFile:
         folder: descriptor of the folder that ``path`` is relative to; ``None``: the working directory.
     """
 
+    portion = _CACHED
+
     def __init__(self, path: Path | str, folder: int | None = None) -> None:
         self._file = os.open(path, os.O_RDONLY, dir_fd=folder)
         weakref.finalize(self, os.close, self._file)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         return os.preadv(self._file, [buffer], offset)
+
+
+class FileObject:
+    """Reads ranges of a file object: a :class:`Readable`."""
+
+    portion = _CACHED
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        self._file.seek(offset)
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def write_tiles(file: Writable, tiles: Iterable[Tensor], checksums: bool) -> tuple[int, int]:
@@ -140,7 +163,7 @@ def checksum_of(file: Readable, start: int, stop: int) -> int:
     Raises:
         EOFError: the file ends before ``stop``.
     """
-    crc, buffer = 0, bytearray(min(_CACHED, stop - start))
+    crc, buffer = 0, bytearray(min(file.portion, stop - start))
     view = memoryview(buffer)
     while start < stop:
         read = file.read_into(view[: stop - start], start)

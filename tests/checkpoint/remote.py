@@ -8,14 +8,15 @@ from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 
 class RefusedError(Exception):
     """An error of its own, as clients of object stores have them."""
 
 
-class _Opened(LocalFileOpener):
-    """A file of :class:`Shared`."""
+class _Written(LocalFileOpener):
+    """A file of :class:`Shared` that is written."""
 
     def write(self, data: Any) -> int:
         if Shared.room is not None:
@@ -24,17 +25,30 @@ class _Opened(LocalFileOpener):
                 raise OSError(5, "the connection was cut")
         return int(super().write(data))
 
-    def read(self, *args: Any) -> bytes:
-        if os.fstat(self.f.fileno()).st_ino != Path(self.path).stat().st_ino:
-            raise FileNotFoundError(2, "the object was replaced", self.path)
-        data: bytes = super().read(*args)
-        Shared.read += len(data)
-        return data
-
     def commit(self) -> None:
         super().commit()
         if self.path.rpartition("/")[2] == Shared.unanswered:
             raise TimeoutError(110, "no answer came")
+
+
+class _Read(AbstractBufferedFile):
+    """A file of :class:`Shared` that is read, as much at a time as fsspec's caches ask for."""
+
+    def __init__(self, fs: Any, path: str, **options: Any) -> None:
+        self._file = Path(path).open("rb")  # noqa: SIM115
+        super().__init__(fs, path, **options)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        if os.fstat(self._file.fileno()).st_ino != Path(self.path).stat().st_ino:
+            raise FileNotFoundError(2, "the object was replaced", self.path)
+        self._file.seek(start)
+        data = self._file.read(end - start)
+        Shared.read += len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class Shared(LocalFileSystem):
@@ -58,7 +72,9 @@ class Shared(LocalFileSystem):
         return super()._strip_protocol(str(path).removeprefix("shared://"))
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
-        return _Opened(path, mode, fs=self, **{k: v for k, v in options.items() if k == "autocommit"})
+        if mode == "rb":
+            return _Read(self, path, block_size=block_size, **options)
+        return _Written(path, mode, fs=self, **{k: v for k, v in options.items() if k == "autocommit"})
 
     def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
         found = super().ls(path, detail, **options)

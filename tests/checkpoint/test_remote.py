@@ -23,7 +23,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero import CheckpointError, ZeroFabricStrategy
-from lightning_zero.checkpoint import begin, load, locate, shards
+from lightning_zero.checkpoint import begin, load, locate, remote, shards
 from lightning_zero.checkpoint.commit import METADATA
 from lightning_zero.checkpoint.folder import FolderSave
 from lightning_zero.checkpoint.lazy import StoredTensor
@@ -103,6 +103,12 @@ def cut() -> Iterator[type[Shared]]:
     Shared.keeps = False
 
 
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside which a small file is a large one."""
+    monkeypatch.setattr(remote, "BLOCK", 1 << 11)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_connection_that_is_cut_anywhere_leaves_the_older_one(form: str, tmp_path: Path, cut: type[Shared]) -> None:
     path = tmp_path / "last.ckpt"
@@ -170,7 +176,7 @@ def test_a_save_that_another_one_has_overtaken_fails(tmp_path: Path) -> None:
     assert sum(each.is_dir() for each in path.iterdir()) == 1
 
 
-def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
+def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path, short_blocks: None) -> None:
     path, weights = tmp_path / "large.ckpt", torch.randn(1 << 20)
     transposed = torch.randn(300, 200).t()
     write("full", {"state_dict": {"w": weights, "t": transposed, "small": torch.ones(3)}}, url(path))
@@ -187,6 +193,18 @@ def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
     assert torch.equal(rows, transposed.reshape(-1)[100:800])
     assert found["t"].stride() == transposed.stride()
     assert torch.equal(found["t"], transposed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_describes_a_checkpoint_is_read_without_it(form: str, tmp_path: Path, short_blocks: None) -> None:
+    """Directories, headers and small tensors, wherever they lie; to verify it, everything once."""
+    path = tmp_path / "many.ckpt"
+    write(form, {"state_dict": {f"{n}": torch.randn(3 if n % 2 else 1 << 16) for n in range(16)}}, url(path))
+    size = sum(each.stat().st_size for each in path.rglob("*")) if path.is_dir() else path.stat().st_size
+    for checksums, least, most in ((False, 0.0, 0.125), (True, 0.9, 1.125)):
+        Shared.read = 0
+        load(locate(url(path)), ALONE, checksums=checksums)
+        assert least < Shared.read / size < most
 
 
 def test_tensors_with_gaps_are_saved_again(tmp_path: Path) -> None:
