@@ -225,6 +225,7 @@ ATTRIBUTES = {
     "_active_loop": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_combined_loader": ("lightning.pytorch.loops.prediction_loop", "_PredictionLoop"),
     "_data_fetcher": ("lightning.pytorch.loops.prediction_loop", "_PredictionLoop"),
+    "_resuming_from_checkpoint": ("lightning.pytorch.loops.loop", "_Loop"),
     "_mode": ("lightning.pytorch.utilities.combined_loader", "CombinedLoader"),
     "_log_graph": ("lightning.pytorch.loggers.tensorboard", "TensorBoardLogger"),
     "_compiler_ctx": ("lightning.pytorch.core.module", "LightningModule"),

@@ -72,6 +72,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     _background: _checkpoint.Background | None = None
     _rng: dict[str, Tensor] | None = None  # states that a resumed fit has not yet restored to its generators
+    _begun: bool = False  # whether a training loop of this fit has run its hooks of the start
     _full_precision: _checkpoint.FullPrecision | None = None  # of values that were loaded before there was an engine
     _fitting: bool = False  # saves may run in the background
 
@@ -263,25 +264,25 @@ class CheckpointingStrategy(EngineStrategy):
         self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
         if self._rng and (note := _checkpoint.rng.note(self._rng, self.world_size)):
             rank_zero_info(f"ZeroStrategy: {note}")
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # The user's `train_dataloader` has drawn as in the first run; later numbers continue from the checkpoint.
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.training:
+        if self._begun:  # a search for a learning rate is over; what it goes back to begins no second time
             self._restore_rng()
-        return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        if not begins_epoch(self.lightning_module.trainer.fit_loop):
-            self._restore_rng()  # the saving run had drawn for the loader's iterator before
-        self._rng = None
+        self._begun = True
+        trainer = self.lightning_module.trainer
+        # The saving run had drawn for its set-up, hooks of the start and its first iterator before it saved.
+        if self._restore_rng() and begins_epoch(trainer.fit_loop) and trainer.current_epoch > 0:
+            private.renew_iterator(trainer.fit_loop)
 
-    def _restore_rng(self) -> None:
-        if self._rng is not None and self._mesh is not None:
-            _checkpoint.rng.restore(self._rng, self._mesh.world.rank, self.root_device)
+    def _restore_rng(self) -> bool:
+        """Restore the states that wait for it, once; tells whether there were any."""
+        rng, self._rng = self._rng, None
+        if rng is None or self._mesh is None:
+            return False
+        _checkpoint.rng.restore(rng, self._mesh.world.rank, self.root_device)
+        return True
 
 
 class FileCheckpointIO(TorchCheckpointIO):

@@ -143,6 +143,17 @@ def batches_of(loop: Evaluation) -> list[float]:
     return [math.inf if length is None else length]
 
 
+def renew_iterator(loop: FitLoop) -> None:
+    """Have a starting loop make its iterator anew for the epoch that it begins; it made the one it has in its set-up.
+
+    A loop that goes on after an epoch makes it where the run that was saved did. One that restarts makes none itself.
+    """
+    loop._resuming_from_checkpoint = False
+    if loop.restarting:
+        assert loop._data_fetcher is not None
+        iter(loop._data_fetcher)
+
+
 def report(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     """Make ``LightningModule.device`` and ``dtype`` say so; the public ``to`` would move and cast the parameters."""
     _update_properties(module, device=device, dtype=dtype)

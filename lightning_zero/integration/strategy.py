@@ -464,6 +464,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
         # The shards stay for `trainer.save_checkpoint`, `test` and a second `fit`. No rank may wait for another here.
         assert self.accelerator is not None
         self._rng = self.memory = None
+        self._begun = False
         self._forget_gradients()
         undo, self._undo = self._undo, []
         failure = None if self._failure is None else self._failure.error

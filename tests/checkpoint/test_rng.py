@@ -16,6 +16,7 @@ from checkpoint.resuming import StatefulLoader
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.seed import isolate_rng
 from strategy.fits import Fitted, Lit, Recipe, assert_same, make_trainer, observe
 from torch import Tensor
@@ -56,6 +57,20 @@ class Shuffled(Drawing):
         batches = models.rank_batches(self.recipe.batches(dist.get_world_size()), dist.get_rank())
         torch.randperm(5)
         return DataLoader(batches, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+
+
+class Counting(Shuffled):
+    """Asks for the number of steps, for which Lightning makes the loader, and draws where a run and an epoch begin."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches >= RECIPE.steps
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        torch.rand(())
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(())
 
 
 class DrawingLoader(StatefulLoader):
@@ -117,6 +132,7 @@ VALIDATED = {"limit_val_batches": 1, "num_sanity_val_steps": 1}
         pytest.param(
             Shuffled, ("on_train_epoch_end", 4), STEPS | VALIDATED, id="at the end of an epoch, counting steps"
         ),
+        pytest.param(Counting, ("on_train_epoch_end", 4), EPOCHS, id="at the end of an epoch"),
         pytest.param(Shuffled, ("on_train_batch_end", 4), EPOCHS, id="after the last batch", marks=pytest.mark.slow),
     ],
 )
@@ -272,6 +288,33 @@ def fit_after_a_failure(strategy: str, path: str) -> tuple[list[Any], list[Any]]
 def test_a_failed_resumption_leaves_nothing_for_the_next_fit(pool: RankPool, tmp_path: Path) -> None:
     ((fresh, second),) = pool.run(fit_after_a_failure, "zero2", str(tmp_path / "a.ckpt"))
     assert fresh == second
+
+
+class SearchingLater(LearningRateFinder):
+    """Searches for a learning rate when the first epoch begins."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Leave the search to the epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            self.lr_find(trainer, pl_module)
+
+
+def search_and_draw(strategy: str, folder: str) -> list[float]:
+    """What the steps of the last two epochs draw, each of which loads its data anew."""
+    search = SearchingLater(num_training_steps=2, update_attr=False)
+    flags = {"default_root_dir": folder, "reload_dataloaders_every_n_epochs": 1}
+    trainer = make_trainer(strategy, callbacks=[search], max_epochs=3, **flags)
+    lit = Shuffled(RECIPE)
+    trainer.fit(lit)
+    return [drawn for _, drawn, *_ in lit.notes[-2 * RECIPE.steps :]]
+
+
+@ranks(1)
+def test_what_a_search_goes_back_to_is_restored_once(pool: RankPool, tmp_path: Path) -> None:
+    (drawn,) = pool.run(search_and_draw, "zero2", str(tmp_path))
+    assert len(set(drawn)) == 2 * RECIPE.steps
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
