@@ -55,7 +55,8 @@ INSIDE = {
         ("engines",),
         ("deepspeed", "remedies", "saves"),
         ("disk", "in_backward", "loading", "names", "patches", "preflight", "uneven"),
-        ("", "advice", "options", "precision", "pretrained", "private", "readers"),
+        ("readers",),
+        ("", "advice", "options", "overridden", "precision", "pretrained", "private"),
     ),
     "tools": (("",), ("consolidate", "deepspeed", "export"), ("deepspeed_runs",), ("contents",)),
     "planning": (

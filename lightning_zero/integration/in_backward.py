@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.update import why_not_in_backward
 
@@ -57,12 +57,12 @@ def _reasons(
     if (reason := why_not_in_backward(optimizers)) is not None:
         yield reason, "Use such an optimizer"
     for hook in _OF_MODULES:
-        if is_overridden(hook, module):
+        if overrides(module, hook):
             yield f"{name}.{hook} {_comes_late(hook)}", "Remove it"
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for hook in _OF_CALLBACKS:
-            if is_overridden(hook, callback, Callback):
+            if overrides(callback, hook):
                 yield f"{type(callback).__name__}.{hook} {_comes_late(hook)}", "Remove the callback"
 
 

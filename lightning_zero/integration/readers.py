@@ -24,8 +24,9 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
+
+from lightning_zero.integration.overridden import overrides
 
 # Hooks that run between a step and the next `training_step`, in every step.
 _OF_DATA = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -46,14 +47,14 @@ _HARMLESS = frozenset(
 
 def reads_after_each_step(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether hooks may read parameters between a step and the next forward; in manual optimization all code may."""
-    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in _OF_MODULES):
+    if not module.automatic_optimization or any(overrides(module, hook) for hook in _OF_MODULES):
         return True
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    if data is not None and any(is_overridden(hook, data) for hook in _OF_DATA):
+    if data is not None and any(overrides(data, hook) for hook in _OF_DATA):
         return True
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        is_overridden(hook, callback, Callback)
+        overrides(callback, hook)
         for callback in callbacks
         if type(callback) not in _HARMLESS and not type(callback).__module__.startswith("lightning_zero.")
         for hook in _OF_CALLBACKS

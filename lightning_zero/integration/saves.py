@@ -14,10 +14,10 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_zero.integration import private
+from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.patches import Undo, replace_methods
 
 
@@ -39,7 +39,7 @@ def guard_exceptions(trainer: pl.Trainer, failed: Callable[[BaseException], Refu
         What undoes it.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [_guard(callback, failed) for callback in callbacks if is_overridden("on_exception", callback, Callback)]
+    return [_guard(callback, failed) for callback in callbacks if overrides(callback, "on_exception")]
 
 
 def _guard(callback: Callback, failed: Callable[[BaseException], Refusal]) -> Undo:

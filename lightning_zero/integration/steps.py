@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from typing_extensions import override
 
 from lightning_zero.integration import engines, patches, private, readers
 from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.integration.uneven import EvenPasses
 from lightning_zero.sharding import Subject
@@ -191,8 +191,8 @@ class SteppingStrategy(EngineStrategy):
         """
         assert self.lightning_module is not None
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        own = [is_overridden(_AFTER_BACKWARD, self.lightning_module)]
-        own += [is_overridden(_AFTER_BACKWARD, callback, pl.Callback) for callback in callbacks]
+        own = [overrides(self.lightning_module, _AFTER_BACKWARD)]
+        own += [overrides(callback, _AFTER_BACKWARD) for callback in callbacks]
         placement, fitting = self.engine.placement, trainer.state.fn == TrainerFn.FITTING
         if fitting and self._policy.shard_grads and not placement.collects_slices:
             world = placement.mesh.world

@@ -219,6 +219,29 @@ def test_callbacks_that_tune_and_watch(pool: RankPool, name: str, kind: str, tmp
     assert actual.notes == expected.notes
 
 
+class Notified:
+    """Can be called, but has no code as a function has."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def fit_with_callables(name: str) -> int:
+    notified = Notified()
+    hooks = LambdaCallback(on_exception=print, on_after_backward=notified, on_train_batch_end=notified)
+    fit(name, MOMENTUM, callbacks=[hooks])
+    return notified.calls
+
+
+@ranks(2)
+@main_names
+def test_hooks_may_be_any_callables(pool: RankPool, name: str) -> None:
+    assert pool.run(fit_with_callables, name) == [2 * MOMENTUM.steps] * 2
+
+
 class Fails(Lit):
     """Ends in the middle: by an error, Ctrl-C, or by request."""
 
