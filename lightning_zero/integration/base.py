@@ -166,9 +166,9 @@ class EngineStrategy(DDPStrategy):
         if engine is not None and not self._fits(engine, module, optimizers or ()):
             engines.release(engine)
             engine = None
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
         if engine is None:
-            precision = self.precision_plugin
-            assert isinstance(precision, ZeroPrecision)
             assert self._mesh is not None
             self._dtypes.clear()
             self._dtypes.update((id(p), p.dtype) for p in module.parameters())
@@ -185,8 +185,8 @@ class EngineStrategy(DDPStrategy):
                 self._planned,
             )
             private.report(module, self.root_device, precision.module_dtype)
-            precision.attach(engine)
             self._engine = engine
+        precision.attach(engine)  # another Trainer with the same plugin may have run since
         if optimizers is not None:
             engine.begin_training()
             engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])

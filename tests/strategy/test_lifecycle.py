@@ -40,7 +40,7 @@ from strategy.fits import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy, gathered_parameters
+from lightning_zero import ZeroPrecision, ZeroStrategy, gathered_parameters
 from lightning_zero.integration.launchers import GatheringLauncher
 from lightning_zero.sharding.compiled import plain_names
 
@@ -146,6 +146,24 @@ def test_two_trainers_may_take_turns(pool: RankPool) -> None:
     names = ("zero3", "zero1")
     results = pool.run(two_trainers_by_turns, *names, MOMENTUM)
     assert_same(results[0].weights, continued(names * 2, MOMENTUM, pool.world_size).weights)
+
+
+def fit_by_turns(shared: bool) -> dict[str, Tensor]:
+    """Two Trainers, with one precision plugin or two, fit a module each, and the first one goes on."""
+    plugins = [ZeroPrecision()] * 2 if shared else [ZeroPrecision(), ZeroPrecision()]
+    trainers = [make_trainer("zero2", plugins=[plugin], gradient_clip_val=0.1) for plugin in plugins]
+    lits = [Lit(MOMENTUM), Lit(MOMENTUM)]
+    for trainer, lit in zip(trainers, lits, strict=True):
+        trainer.fit(lit)
+    trainers[0].fit_loop.max_epochs = 2
+    trainers[0].fit(lits[0])
+    return state_of(trainers[0])
+
+
+@ranks(1)
+def test_two_trainers_may_share_a_precision_plugin(pool: RankPool) -> None:
+    (shared,), (apart,) = pool.run(fit_by_turns, True), pool.run(fit_by_turns, False)
+    assert_same(shared, apart)
 
 
 def one_trainer_two_modules(name: str, recipe: Recipe) -> list[Fitted]:
