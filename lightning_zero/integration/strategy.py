@@ -463,6 +463,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
     def teardown(self) -> None:
         # The shards stay for `trainer.save_checkpoint`, `test` and a second `fit`. No rank may wait for another here.
         assert self.accelerator is not None
+        assert self.cluster_environment is not None
         self._rng = self.memory = None
         self._begun = False
         self._forget_gradients()
@@ -472,6 +473,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             undo.append(self.end_guards)
         self._failure = None
         with contextlib.ExitStack() as stack:  # runs all of them, the last first, even if one fails
+            stack.callback(noting, failure, self.cluster_environment.teardown)  # last: the end of a save communicates
             stack.callback(self._end_background, failure)
             for part in (self.checkpoint_io, self.accelerator, self.precision_plugin):
                 stack.callback(noting, failure, part.teardown)

@@ -18,6 +18,7 @@ from helpers import models, place
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
@@ -256,6 +257,32 @@ def test_a_collective_that_a_rank_never_joins_times_out(pool2: RankPool) -> None
         pool2.run(fit, {"stage": 2, "timeout": 5.0}, Recipe(), Sleeps)
     assert caught.value.rank == 0
     assert caught.value.failures[0].kind != "timeout"  # an error on that rank, not the pool's own limit
+
+
+class Ended(LightningEnvironment):
+    """Counts how often it is torn down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.times += 1
+
+
+def fit_in_an_environment() -> int:
+    environment, lit = Ended(), Lit(MOMENTUM)
+    trainer = make_trainer("zero2", plugins=[environment])
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(lit)
+    return environment.times
+
+
+@ranks(2)
+def test_each_fit_tears_its_environment_down(pool: RankPool) -> None:
+    assert pool.run(fit_in_an_environment) == [2, 2]
 
 
 class Sampled(Lit):
