@@ -346,6 +346,46 @@ def test_several_modules_train_as_with_ddp(pool: RankPool, name: str, tmp_path: 
             assert torch.equal(own[key]["momentum_buffer"], stock[number]["momentum_buffer"])
 
 
+def evaluate_between(name: str) -> Tensor:
+    """The outputs of a module with a BatchNorm, twice, after steps in which each rank has batches of its own.
+
+    The second evaluation comes between a forward and its backward, except with ddp, where the backward would fail.
+    """
+    world = dist.get_world_size()
+    fabric = make_fabric(name) if name != "ddp" else Fabric(accelerator="cpu", devices=world, strategy="ddp")
+    fabric.launch()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model, optimizer = fabric.setup(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    noise, outputs = torch.Generator().manual_seed(fabric.global_rank), []
+
+    def evaluate() -> Tensor:
+        layers.eval()
+        with torch.no_grad():
+            output = model(torch.ones(1, 8))
+        layers.train()
+        return output
+
+    for number in range(5):
+        loss = model(torch.randn(4, 8, generator=noise)).square().mean()
+        if number == 2 and name != "ddp":
+            evaluate()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 2:
+            outputs += [evaluate(), evaluate()]
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_an_evaluation_has_the_buffers_of_rank_0_as_with_ddp(pool2: RankPool, name: str) -> None:
+    expected, _ = pool2.run(evaluate_between, "ddp")
+    for outputs in pool2.run(evaluate_between, name):
+        assert torch.equal(outputs, expected)
+
+
 def replace_model(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Save a model and gather its state, when rank 1 alone still holds an engine of one that was dropped before it."""
     fabric = make_fabric("zero2")

@@ -25,21 +25,36 @@ class ShardedModule(nn.Module):
         module: the user's module.
         engine: the engine that shards it.
         awaits_backward: whether a forward with gradients has run since the last backward.
+        trained: whether a forward in training mode has run since all ranks had rank 0's buffers.
     """
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         super().__init__()
         self.module = module
         self.engine = engine
-        self.awaits_backward = False
+        self.awaits_backward = self.trained = False
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._share_buffers()
         # The end of a pass without gradients would free parameters that a later backward still needs.
         with contextlib.nullcontext() if self._is_aside() else self.engine.forward_context():
             output = self.module(*args, **kwargs)
         self.awaits_backward |= torch.is_grad_enabled()
         return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Fabric compiles this module if the user's was
+    def _share_buffers(self) -> None:
+        """Give every rank rank 0's buffers (statistics of BatchNorm, ...) when an evaluation begins. Collective then.
+
+        Under ``ddp`` the first forward after one of the training does so, in any mode. A backward that is still to come
+        may need the buffers as they are; then a later forward does it.
+        """
+        if self.module.training:
+            self.trained = True
+        elif self.trained and not (self.awaits_backward or self.engine.released):
+            self.engine.sync_buffers()
+            self.trained = False
 
     def _is_aside(self) -> bool:
         """Whether this is a pass without gradients between a forward and its backward."""
