@@ -558,6 +558,8 @@ def misuse(path: str) -> None:
     with pytest.raises(ValueError, match="Set up the module first"):
         fabric.setup_optimizers(torch.optim.SGD(first.parameters(), lr=0.1))
     sharded, optimizer = fabric.setup(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"Linear shares 'weight' with the Layers .* such as an nn\.ModuleDict"):
+        fabric.setup(first.head)
     other = fabric.setup_module(second)
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(ValueError, match="its own optimizer"):

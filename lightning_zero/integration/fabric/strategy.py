@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_zero.engine import engines_of
+from lightning_zero.engine import Engine, engines_of
 from lightning_zero.integration import engines, preflight, private
 from lightning_zero.integration.fabric.base import ShardedModule
 from lightning_zero.integration.fabric.checkpointing import CheckpointingStrategy
@@ -59,8 +59,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         model, optimizer = fabric.setup(model, optimizer)
 
     All of Fabric's methods work as with ``"ddp"``; all ranks save and load sharded state together. Modules that are set
-    up in separate calls have separate engines, and one optimizer cannot update parameters of two of them. The state of
-    the loss scaler is saved in every checkpoint that holds a module, and restored from it.
+    up in separate calls have separate engines: they share no parameters, and one optimizer cannot update two of them.
+    The state of the loss scaler is saved in every checkpoint that holds a module, and restored from it.
 
     Args:
         stage: 0, 1, 2 or 3.
@@ -191,7 +191,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     def _shard(self, module: nn.Module, optimizers: Sequence[Optimizer] | None) -> ShardedModule:
         if self._mesh is None:
             raise RuntimeError("fabric.setup was called before fabric.launch(); call fabric.launch() first")
-        for engine in engines_of(module):  # of an earlier Fabric or Trainer
+        held = engines_of(module)
+        self._check_alone(module, held)
+        for engine in held:  # of an earlier Fabric or Trainer, or of an earlier set-up of this module
             engines.release(engine)
         move_own(module, self.root_device)
         if optimizers:
@@ -209,6 +211,25 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         sharded = ShardedModule(module, engine)
         self._wrappers.add(sharded)
         return sharded
+
+    def _check_alone(self, module: nn.Module, held: Iterable[Engine]) -> None:
+        """Refuse a module that shares parameters with another one that is set up, whose engine would lose them.
+
+        Args:
+            module: that is being set up.
+            held: the engines that hold parameters of it.
+
+        Raises:
+            ValueError: it does.
+        """
+        for engine in held:
+            if engine.module is not module and engine in self.engines:
+                shared = next(name for name, p in module.named_parameters() if engine.bucket_of(p) is not None)
+                raise ValueError(
+                    f"{type(module).__name__} shares {shared!r} with the {type(engine.module).__name__} that was set "
+                    "up before. Set up one module that contains both, such as an nn.ModuleDict; or if the other one is "
+                    "no longer needed, call fabric.strategy.release(other) first"
+                )
 
     def _check_memory(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Compare the plan with the memory, for a step of one micro-batch, since their number is not known."""
