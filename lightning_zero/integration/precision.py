@@ -169,7 +169,7 @@ class ZeroPrecision(Precision):
     def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
         # 16-bit modes initialize in fp32, from which the masters are made.
         wide = self._default_dtype == torch.float64
-        return _default_dtype(torch.float64) if wide else contextlib.nullcontext()
+        return default_dtype(torch.float64) if wide else contextlib.nullcontext()
 
     @override
     def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -189,7 +189,7 @@ class ZeroPrecision(Precision):
                 # Without the cache, as in Lightning: it would return casts of fp32 weights from before a step.
                 stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype, cache_enabled=False))
             if self._default_dtype is not None:
-                stack.enter_context(_default_dtype(self._default_dtype))
+                stack.enter_context(default_dtype(self._default_dtype))
             yield
 
     @override
@@ -297,7 +297,8 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make a context with this default dtype of torch. Updates that use it end before it changes."""
     previous = torch.get_default_dtype()
     _await_updates_between({previous, dtype})
     torch.set_default_dtype(dtype)

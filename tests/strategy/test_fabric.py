@@ -196,6 +196,19 @@ def test_it_computes_in_the_precision_of_the_trainer(
         assert (seen["skipped"], seen["scale"], seen["loss_scaler"]) == (0, 1.0, {})
 
 
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
+def test_tensors_and_modules_begin_in_the_dtype_that_they_need(precision: Any) -> None:
+    """Tensors in that of `ddp`; modules in one from which masters can be made."""
+    made = {}
+    for name in ("ddp", "zero2"):
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=name, precision=precision)
+        with fabric.init_tensor():
+            made[name] = torch.ones(1).dtype
+    assert made["zero2"] == made["ddp"]
+    with fabric.strategy.module_init_context():
+        assert nn.Linear(1, 1).weight.dtype == (torch.float64 if precision == "64-true" else torch.float32)
+
+
 def begin(name: str, recipe: Recipe, path: str) -> None:
     """All but the last step with Fabric."""
     fabric = make_fabric(name)

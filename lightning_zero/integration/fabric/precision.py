@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.integration.precision import ZeroPrecision, default_dtype
 
 
 class FabricPrecision(Precision):
@@ -33,7 +33,9 @@ class FabricPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
-        return self.settings.tensor_init_context()
+        # Not as for modules, which begin in fp32: tensors that the loop makes are inputs, or beside the computation.
+        dtype = self.settings.module_dtype
+        return contextlib.nullcontext() if dtype is None else default_dtype(dtype)
 
     @override
     def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
