@@ -280,6 +280,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
         The handles of hooks.
     """
     engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
+    loads_by_method = False
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         call = StepCall(optimizer, *args, **kwargs)
@@ -304,8 +305,19 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
                 type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
     def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with keeping_digits(optimizer):
-            return type(optimizer).load_state_dict(optimizer, *args, **kwargs)
+        nonlocal loads_by_method
+        loads_by_method = True
+        try:
+            with keeping_digits(optimizer):
+                answer = type(optimizer).load_state_dict(optimizer, *args, **kwargs)
+        finally:
+            loads_by_method = False
+        _alive(engine).adopt_state(optimizer)
+        return answer
+
+    def adopt(optimizer: Optimizer) -> None:
+        if not loads_by_method:  # a class's own method may read and change what torch's, which calls this, has loaded
+            _alive(engine).adopt_state(optimizer)
 
     # This is without torch's wrapper, which calls step hooks: the engine calls them around the update, and does not
     # call them if it skips the update.
@@ -317,7 +329,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
     optimizer.load_state_dict = types.MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
     return [
         optimizer.register_state_dict_pre_hook(_refuse_state_dict),
-        optimizer.register_load_state_dict_post_hook(lambda optimizer: _alive(engine).adopt_state(optimizer)),
+        optimizer.register_load_state_dict_post_hook(adopt),
     ]
 
 

@@ -281,6 +281,41 @@ class PassesOn(SGD):
         return answer
 
 
+class Doubles(SGD):
+    """Changes what torch has loaded."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                if key in state_dict["state"]:
+                    self.state[parameter]["momentum_buffer"] *= 2
+
+
+class WithDoubles(Edited):
+    def configure_optimizers(self) -> Optimizer:
+        return Doubles(self.model.parameters())
+
+
+def load_without_method(lit: Edited) -> None:
+    """As code does that knows only torch's class; the method of ours is left out, and what it replaces."""
+    optimizer = lit.trainer.optimizers[0]
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    state = {n: {"momentum_buffer": torch.full(p.shape, 0.5)} for n, p in enumerate(lit.model.parameters())}
+    Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": [{**group, "params": [*state]}]})
+
+
+@ranks(2)
+@main_names
+def test_an_own_class_may_change_what_it_has_loaded(pool: RankPool, name: str) -> None:
+    recipe = Recipe(steps=5)
+    module = functools.partial(WithDoubles, edits=[load_partial_state, load_without_method])
+    assert_same(pool.run(fit, name, recipe, module)[0].weights, pool.run(fit, DDP, recipe, module)[0].weights)
+
+
 class WithOwn(Lit):
     def configure_optimizers(self) -> Optimizer:
         return Own(self.model.parameters())
