@@ -361,7 +361,7 @@ class Engine:
         norm = self._clipping.unclipped_norm(optimizer)
         if skipped := stats.found_inf and self.skip_nonfinite:
             self.outcomes.skip(optimizer, norm, lambda: self._clipping.nonfinite_names(optimizer))
-            self.zero_grad(parameters_of(optimizer))
+            self.zero_grad(self._optimizers.own_parameters(optimizer))
         else:
             self.outcomes.take(optimizer, norm)
             Optimizer.profile_hook_step(lambda own: self._update(own, call or StepCall(own)))(optimizer)

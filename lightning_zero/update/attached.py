@@ -173,6 +173,11 @@ class AttachedOptimizers:
         others = [a.admitted for key, a in self._attached.items() if key != id(optimizer)]
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
+    def own_parameters(self, optimizer: Optimizer) -> list[Parameter]:
+        """The parameters of ``optimizer`` that no other optimizer has."""
+        others = {number for key, a in self._attached.items() if key != id(optimizer) for number in a.admitted}
+        return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in others]
+
     def begin_step(self, optimizer: Optimizer, grad_scale: float, call: StepCall) -> StepUpdates:
         """Copy the hyperparameters and attributes with which ``optimizer`` updates, before anything is updated.
 

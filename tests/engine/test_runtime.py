@@ -1114,6 +1114,26 @@ def test_only_the_optimizer_with_a_bad_gradient_is_skipped() -> None:
     assert engine.skipped_steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:skipped a step")
+def test_a_skip_leaves_the_gradients_that_another_optimizer_applies() -> None:
+    """Those of the parameters that both have; its own are cleared."""
+    model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("a", "b", "shared")})
+    optimizers = [
+        torch.optim.SGD([*model[name].parameters(), *model["shared"].parameters()], lr=0.1) for name in ("a", "b")
+    ]
+    engine = driver.make_engine(model, Setup(2), Mesh.single(), optimizers=optimizers)
+    engine.attach([make_updater(optimizer, engine, "off") for optimizer in optimizers])
+    before = driver.copy_of_parameters(engine)
+    x = torch.ones(1, 3)
+    driver.backward(engine, (model["a"](x) * math.nan + model["b"](x) + model["shared"](x)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    after = driver.copy_of_parameters(engine)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"b.weight", "shared.weight"}
+    assert engine.skipped_steps == 1
+    assert model["a"].weight.grad is None
+
+
 def norm_of(stage: int) -> float:
     session = started(Setup(stage))
     forward_backward(session)
