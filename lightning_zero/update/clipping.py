@@ -120,8 +120,10 @@ class GradientClipping:
             if indices:
                 gradients.clear(indices, keep_used=not set_to_none)
         for optimizer in self._optimizers:
+            held = parameters_of(optimizer)
+            unused = self.used is not None and self.used.isdisjoint(map(id, held))  # cleared one by one, perhaps
             # If only some of an optimizer's gradients were cleared, the others stay clipped.
-            if emptied or cleared.issuperset(map(id, parameters_of(optimizer))):
+            if unused or cleared.issuperset(map(id, held)):
                 self._clip.pop(id(optimizer), None)
                 self._norms.pop(id(optimizer), None)
                 self._overflowed.discard(id(optimizer))

@@ -745,6 +745,23 @@ def test_a_clean_optimizer_does_not_hide_that_the_other_overflows(consecutive: b
     assert scaler.scale <= 2.0**14
 
 
+def test_an_overflow_that_is_cleared_one_by_one_skips_no_later_step() -> None:
+    """As in a GAN without toggling, whose generator's loss reaches the discriminator."""
+    model = nn.ModuleDict({name: nn.Linear(3, 1) for name in "gd"})
+    g, d = (torch.optim.SGD(part.parameters(), lr=1e-3) for part in model.values())
+    scaler = DynamicLossScaler(1024, hysteresis=1)
+    engine = driver.make_engine(model, Setup(2), Mesh.single(), optimizers=[g, d], scaler=scaler)
+    engine.attach([make_updater(optimizer, engine, "off") for optimizer in (g, d)])
+    x = torch.ones(1, 3)
+    driver.backward(engine, model["g"](x).sum() + model["d"](x).sum() * math.inf)
+    for parameter in model["d"].parameters():
+        parameter.grad = None
+    g.step()  # its gradients stay until its next turn
+    driver.backward(engine, model["d"](x).sum())
+    d.step()
+    assert (scaler.scale, engine.skipped_steps) == (1024, 0)
+
+
 def test_growth_that_the_next_optimizers_overflow_undoes_is_no_backoff() -> None:
     """Nothing falls below the scale that the backward had: no warning (an error here) says so."""
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in "ab"})
