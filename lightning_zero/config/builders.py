@@ -71,13 +71,15 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
             `devices` and `num_nodes`, since the loop decides everything else.
 
     Raises:
-        ConfigError: Fabric has no such strategy, or a value is out of range.
+        ConfigError: Fabric has no such strategy, a value is out of range, or a job of a sweep cannot start its ranks.
     """
     from hydra.utils import get_class, instantiate
     from lightning.fabric import Fabric, strategies
+    from lightning.fabric.strategies.ddp import DDPStrategy
 
     from lightning_zero import ZeroFabricStrategy, ZeroStrategy
     from lightning_zero.integration.auto import ZeroAutoStrategy
+    from lightning_zero.integration.launchers import why_not_in_sweep
     from lightning_zero.integration.names import WITHOUT_AUTO
 
     check_trainer(cfg)
@@ -85,8 +87,8 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     options, target = _arguments(cfg.strategy), get_class(cfg.strategy["_target_"])
     if issubclass(target, ZeroAutoStrategy):
         raise ConfigError(f"{WITHOUT_AUTO}.")
-    if issubclass(target, ZeroStrategy):
-        strategy: Any = ZeroFabricStrategy(**options)
+    if issubclass(target, ZeroStrategy | ZeroFabricStrategy):
+        strategy: Any = (target if issubclass(target, ZeroFabricStrategy) else ZeroFabricStrategy)(**options)
         precision: dict[str, Any] = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
     elif (same := getattr(strategies, target.__name__, None)) is not None:  # Fabric's strategy of the same name
         strategy = same(**options)
@@ -98,7 +100,10 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
         )
     trainer = _arguments(cfg.trainer)
     flags = {name: trainer[name] for name in ("accelerator", "devices", "num_nodes") if name in trainer}
-    return Fabric(strategy=strategy, loggers=build_group(cfg.logger), **flags, **precision)
+    fabric = Fabric(strategy=strategy, loggers=build_group(cfg.logger), **flags, **precision)
+    if isinstance(fabric.strategy, DDPStrategy) and (reason := why_not_in_sweep(fabric.strategy)):
+        raise ConfigError(reason)
+    return fabric
 
 
 def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -107,7 +108,7 @@ def make_launcher(strategy: EngineStrategy) -> ScriptLauncher | GatheringLaunche
     return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
 
-def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
+def why_not_in_sweep(strategy: DDPStrategy | FabricDDPStrategy) -> str | None:
     """Says why this job of a sweep cannot run on several ranks that Lightning starts by repeating the command line.
 
     Each rank would run the whole sweep. This also holds if the first job has one rank: to its next Trainer, a process

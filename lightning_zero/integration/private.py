@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
@@ -164,7 +165,7 @@ def is_compiled(module: pl.LightningModule) -> bool:
     return module._compiler_ctx is not None
 
 
-def start_method(strategy: DDPStrategy) -> str:
+def start_method(strategy: DDPStrategy | FabricDDPStrategy) -> str:
     """The argument of the constructor, which has no public attribute."""
     return strategy._start_method
 

@@ -772,11 +772,26 @@ def test_betas_of_other_optimizers_are_their_own(betas: Any) -> None:
         build_optimizers(optimizer, OmegaConf.create(), [torch.nn.Parameter(torch.zeros(2))], 10)
 
 
-def test_fabric_refuses_what_it_cannot_do(composed: Compose) -> None:
+class OwnFabricStrategy(lightning_zero.ZeroFabricStrategy):
+    """A strategy of an application."""
+
+
+@pytest.mark.parametrize("target", ["lightning_zero.ZeroFabricStrategy", f"{__name__}.OwnFabricStrategy"])
+def test_fabric_takes_its_own_strategy(composed: Compose, target: str) -> None:
+    strategy = build_fabric(composed(f"strategy._target_={target}", "strategy.stage=1")).strategy
+    assert type(strategy).__name__ == target.rpartition(".")[2]
+    assert strategy.options.stage == 1  # type: ignore[attr-defined]
+
+
+def test_fabric_refuses_what_it_cannot_do(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="strategy='zero_auto' works with the Trainer, which shows it the module"):
         build_fabric(composed("strategy=auto"))
     with pytest.raises(ConfigError, match="accumulate_grad_batches=0 must be at least 1"):
         build_fabric(overridden(composed(), "trainer.accumulate_grad_batches=0"))
+    monkeypatch.setattr("lightning_zero.integration.launchers._in_sweep", lambda: True)
+    for strategy in ("zero2", "ddp"):
+        with pytest.raises(ConfigError, match="multirun cannot run this job on 2 ranks"):
+            build_fabric(composed(f"strategy={strategy}", "trainer.devices=2"))
 
 
 @pytest.mark.parametrize(
@@ -882,6 +897,7 @@ def test_a_sweep_whose_ranks_start_otherwise_is_not_refused(
         for name, value in {**variables, "LOCAL_WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
     assert build_trainer(composed(*overrides)).num_devices == 2
+    build_fabric(composed(*overrides))
 
 
 @pytest.mark.slow
