@@ -1,7 +1,7 @@
 """Constructs buckets: takes over the initial values of parameters, and makes the masters that updates need.
 
-:func:`move_own` comes before. :func:`release` gives the values back, and :func:`give_up` does where not all buckets could
-be made.
+:func:`move_own` comes before. :func:`release` gives the values back, and :func:`give_up` does where not all buckets
+could be made.
 
 Masters are made from the initial values before these are cast, never from rounded values.
 """
