@@ -90,7 +90,8 @@ def _schemas_hidden() -> Iterator[None]:
 
 def _slurm_job() -> str | None:
     """Returns a name of the job and its step if SLURM starts the ranks; a requeued job keeps it."""
-    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
         return None
@@ -103,18 +104,19 @@ def _named_by_job() -> Iterator[None]:
     from hydra._internal import hydra as internals
     from omegaconf import OmegaConf
 
-    own, job = internals.setup_globals, _slurm_job() if _runs_task() else None
+    own: Callable[[], None] = internals.setup_globals  # type: ignore[attr-defined]
+    job = _slurm_job() if _runs_task() else None
 
     def set_up() -> None:
         own()
         if job is not None:
             OmegaConf.register_new_resolver("now", lambda pattern: job, replace=True)
 
-    internals.setup_globals = set_up
+    internals.setup_globals = set_up  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        internals.setup_globals = own
+        internals.setup_globals = own  # type: ignore[attr-defined]
 
 
 @functools.cache  # rank 0 serves it to the others until it ends
