@@ -40,7 +40,8 @@ def provide_advice() -> None:
             Case.LOSS_IS_NOT_SCALED: "self.manual_backward(loss) in a LightningModule",
             Case.NOT_FLUSHED: (
                 "use self.manual_backward(loss), after which it is; in automatic optimization `on_after_backward` and "
-                "`on_before_optimizer_step` come later"
+                "`on_before_optimizer_step` come later. If another strategy, such as ddp, trains the module now, call "
+                "trainer.strategy.release() of its last Trainer before, on all ranks"
             ),
             Case.NOT_LAST_MICRO_BATCH: "`on_before_optimizer_step` is the place for it",
             Case.STEP_IN_BACKWARD: (

@@ -131,15 +131,20 @@ class EngineStrategy(DDPStrategy):
         """Give the module ordinary, full parameters again, at full precision, and free the shards. Collective.
 
         After ``fit`` the module stays sharded (stage 3) and in its 16-bit dtype, ready for ``test``, a second ``fit``
-        or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
+        or ``save_checkpoint``. Call this before code that wants a plain module, such as an export. Layers that
+        ``sync_batchnorm=True`` has converted are converted back.
 
         Args:
             module: a module that was made in ``Trainer.init_module`` and that no Trainer has run; default: the module
                 of the last run.
         """
         if self._engine is not None and (module is None or module is self._engine.module):
-            engines.release(self._engine)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            if engine.released:
+                return  # another Trainer has taken the module over
+            engines.release(engine)
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.revert(engine.module)
         elif module is not None:
             unshard_parameters(module.parameters())
 

@@ -208,6 +208,26 @@ def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -
     assert_same(pool.run(train_head_then_all, name, recipe)[0].weights, second.weights)
 
 
+def fit_under_ddp_unreleased(name: str) -> tuple[str, dict[str, Tensor]]:
+    """What the other strategy says, and the weights of a fit after the release."""
+    lit, trainer = Lit(MOMENTUM), make_trainer(name)
+    trainer.fit(lit)
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer("ddp").fit(lit)
+    trainer.strategy.release()
+    later = make_trainer("ddp")
+    later.fit(lit)
+    return str(caught.value), state_of(later)
+
+
+@ranks(2)
+def test_ddp_needs_a_released_module(pool: RankPool) -> None:
+    expected = continued(["zero1", "zero1"], MOMENTUM, pool.world_size).weights
+    for message, weights in pool.run(fit_under_ddp_unreleased, "zero1"):
+        assert "trainer.strategy.release()" in message
+        assert_same(weights, expected)
+
+
 def forward_outside(name: str, recipe: Recipe) -> tuple[Tensor, str]:
     """A part of the module, called by the user between two fits, and a freed parameter, read directly."""
     lit = Lit(recipe)

@@ -141,21 +141,23 @@ def test_batch_norm_is_converted(pool: RankPool, name: str) -> None:
 
 
 class Watched(LayerSync):
-    """Notes the modules that it is applied to."""
+    """Notes the modules that it is applied to, and those that it gives back."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.given_back: list[nn.Module] = []
 
     def apply(self, model: nn.Module) -> nn.Module:
         self.modules.append(model)
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
+        self.given_back.append(model)
         return model
 
 
 def synced() -> bool:
-    """Whether layers are synchronized of each module that one Trainer takes, before the engine holds them."""
+    """Whether layers are synchronized of each module that one Trainer takes, until it is released."""
     sync, first, second = Watched(), Lit(MOMENTUM), Lit(MOMENTUM)
     trainer = make_trainer("zero3", plugins=[sync], limit_val_batches=None)
     trainer.validate(first, verbose=False)
@@ -163,7 +165,9 @@ def synced() -> bool:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(second)
     trainer.test(second, verbose=False)
-    return list(map(id, sync.modules)) == [id(first), id(second)]
+    kept = not sync.given_back
+    trainer.strategy.release()
+    return kept and sync.modules == [first, second] and sync.given_back == [second]
 
 
 def test_layers_are_synchronized_of_every_module(pool1: RankPool) -> None:
