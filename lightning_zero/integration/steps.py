@@ -128,8 +128,21 @@ class SteppingStrategy(EngineStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        self._check_attached(unwrap(optimizer))
         with engines.ending_steps(self.engine, self._may_be_read()):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _check_attached(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that is none of those for which the fit has made shards."""
+        attached = any(updater.optimizer is optimizer for updater in self.engine.updaters)
+        if not attached and not private.is_stand_in(optimizer):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} became one of the Trainer's optimizers after the fit had begun, and "
+                "its state is not sharded: expected an optimizer that configure_optimizers returned at the start. "
+                "Change the groups of that one instead, return all optimizers from configure_optimizers and step them "
+                "in manual optimization, or begin another fit, trainer.fit(module), whose configure_optimizers returns "
+                "the new one"
+            )
 
     def _may_be_read(self) -> bool:
         """Whether hooks may read any parameter between a step and the next forward."""

@@ -323,3 +323,20 @@ def test_another_strategys_plugin(plugin: Precision) -> None:
 def test_our_plugin_under_another_strategy(pool: RankPool, strategy: str) -> None:
     with pytest.raises(RankError, match=contains("ZeroPrecision", "ZeroStrategy", "precision='bf16-mixed'")):
         pool.run(fit, strategy, Recipe(), Untrained, plugins=[ZeroPrecision("bf16-mixed")])
+
+
+class Replacing(Lit):
+    """Makes its optimizer anew in the middle of the fit."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+@ranks(2)
+@pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 0.5}])
+def test_an_optimizer_that_replaces_another_during_a_fit(pool: RankPool, flags: dict[str, Any]) -> None:
+    message = contains("this AdamW", "configure_optimizers returned", "another fit, trainer.fit(module)")
+    with pytest.raises(RankError, match=message) as caught:
+        pool.run_within(20, fit, "zero2", Recipe(), Replacing, max_epochs=2, **flags)
+    assert {failure.kind for failure in caught.value.failures.values()} == {"RuntimeError"}
