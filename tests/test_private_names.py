@@ -217,6 +217,7 @@ def test_an_imported_name_is_still_there(package: str, module: str, name: str) -
 ATTRIBUTES = {
     "_link_checkpoint": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
     "_average_model": ("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging"),
+    "_throughputs": ("lightning.pytorch.callbacks.throughput_monitor", "ThroughputMonitor"),
     "_accelerator_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_checkpoint_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),

@@ -140,6 +140,11 @@ class ZeroPrecision(Precision):
         """The dtype that a whole module has in this precision; ``None``: its tensors have dtypes of their own."""
         return self._default_dtype
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products in a step."""
+        return self._autocast_dtype or self._input_dtype or torch.float32
+
     def __getstate__(self) -> dict[str, Any]:
         # A pickled or copied Trainer has no shards; its next run attaches a new engine.
         return {**vars(self), "_skipped_steps": self.skipped_steps, "_engine": None}

@@ -19,7 +19,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -91,6 +91,18 @@ def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Modu
     """The copy of the module in which the callback averages; ``None`` outside a fit."""
     average: nn.Module | None = callback._average_model
     return average
+
+
+def tell_peak(monitor: ThroughputMonitor, peak: int | None) -> None:
+    """Tell a monitor the device's operations per second; its set-up, before, has made objects that know another number.
+
+    Args:
+        monitor: that has measured nothing in this run.
+        peak: ``None``: not known.
+    """
+    monitor.available_flops = peak
+    for throughput in monitor._throughputs.values():
+        throughput.available_flops = peak
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import ThroughputMonitor, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -224,6 +225,14 @@ class SteppingStrategy(EngineStrategy):
             callbacks.insert(0, before := readers.Before(self.engine.end_step))
             self._undo += [lambda: callbacks.remove(before), lambda: setattr(self, "_before", None)]
             self._before = before
+
+    def _tell_monitors(self, trainer: pl.Trainer) -> None:
+        """Tell Lightning's monitors the device's peak in this precision; they know the dtypes of its own plugins."""
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ThroughputMonitor) and callback.available_flops is not None:  # it knows the device
+                private.tell_peak(callback, get_available_flops(self.root_device, precision.compute_dtype))
 
     def _forget_gradients(self) -> None:
         """Clear the last averaged gradients, which are meaningless after the fit."""

@@ -8,6 +8,7 @@ import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateFinder,
     OnExceptionCheckpoint,
+    ThroughputMonitor,
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -44,6 +46,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import gathered_parameters
+from lightning_zero.integration import steps
 
 # Each changes which batches are seen, when, or how backward runs.
 TOGETHER: dict[str, Any] = {
@@ -292,6 +295,26 @@ def test_a_fit_that_ended_early_goes_on(pool: RankPool, name: str, kind: type[Fa
     actual = pool.run(fit_and_go_on, name, str(tmp_path / "zero"), kind)[0]
     for mine, theirs in zip(actual, expected, strict=True):
         assert_same(mine, theirs)
+
+
+def peaks_told(name: str, precision: str) -> set[float | None]:
+    """What the monitor takes for the device's peak, where each dtype has one."""
+    monitor = ThroughputMonitor(batch_size_fn=len)
+
+    def peak(device: torch.device, dtype: torch.dtype) -> int:
+        return {torch.float32: 1, torch.bfloat16: 2}[dtype]
+
+    module = "lightning.pytorch.callbacks.throughput_monitor"
+    with mock.patch(f"{module}.get_available_flops", peak), mock.patch.object(steps, "get_available_flops", peak):
+        fit(name, MOMENTUM, callbacks=[monitor], precision=precision)
+    return {monitor.available_flops, *(each.available_flops for each in monitor._throughputs.values())}
+
+
+@ranks(1)
+@pytest.mark.filterwarnings("ignore:.*flops_per_batch")
+def test_the_throughput_monitor_knows_the_dtype(pool: RankPool) -> None:
+    assert pool.run(peaks_told, "zero2", "bf16-mixed") == [{2}]
+    assert pool.run(peaks_told, "zero2", "32-true") == [{1}]
 
 
 # ------------------------------------------------------------------------------------------ the module afterwards
