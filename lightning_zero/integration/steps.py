@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -241,21 +242,29 @@ class SteppingStrategy(EngineStrategy):
 
     def _pass_over_skips(self, callbacks: Sequence[pl.Callback]) -> None:
         """Make schedulers and averaged weights that follow the optimizer step by step ignore skipped steps."""
+        taken: Counter[int] = Counter()
         for config in self.lr_scheduler_configs:
             if isinstance(optimizer := getattr(config.scheduler, "optimizer", None), Optimizer):
-                skipped = functools.partial(self._passes_over, config, optimizer)
+                skipped = functools.partial(self._passes_over, config, optimizer, taken)
                 self._undo.append(patches.skip_scheduler_steps(config, skipped))
         for callback in callbacks:
             if isinstance(callback, WeightAveraging):
                 self._undo.append(patches.skip_average_updates(callback, self._skipped_all))
 
-    def _passes_over(self, config: LRSchedulerConfig, optimizer: Optimizer) -> bool:
-        """Whether a call of this scheduler's ``step`` belongs to a step of ``optimizer`` that was skipped."""
+    def _passes_over(self, config: LRSchedulerConfig, optimizer: Optimizer, taken: Counter[int]) -> bool:
+        """Whether a call of this scheduler's ``step`` belongs to steps of ``optimizer`` that were all skipped.
+
+        Args:
+            config: of the scheduler; with a ``frequency``, or in manual optimization, a call may follow several steps.
+            optimizer: that it schedules.
+            taken: number of steps taken before the last call, by id of the config; it is brought up to date.
+        """
         assert self.lightning_module is not None
+        before, taken[id(config)] = taken[id(config)], self.engine.outcomes.taken(unwrap(optimizer))
         # In manual optimization Lightning ignores the interval: the training step calls the scheduler itself.
         automatic = self.lightning_module.automatic_optimization
         per_step = config.interval == "step" if automatic else self._in_step
-        return per_step and self.last_step_skipped(optimizer)
+        return per_step and taken[id(config)] == before and self.last_step_skipped(optimizer)
 
     def _skipped_all(self) -> bool:
         """Whether no optimizer has changed a weight in its last step, or none has made one since the run resumed."""

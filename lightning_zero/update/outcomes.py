@@ -46,18 +46,24 @@ class StepOutcomes:
         self._limit = limit
         self._warns = warns
         self._last: dict[int, StepOutcome] = {}  # by id of the optimizer
+        self._taken: Counter[int] = Counter()  # by id of the optimizer: steps since `forget`
         self._in_a_row: Counter[int] = Counter()  # by id of the optimizer: skips that no lower scale could prevent
         self._steps = self._skipped_before = 0  # steps since `forget`, and the value of `skipped` at that time
 
     def forget(self) -> None:
         """Begin anew with other optimizers. Only :attr:`skipped` is kept."""
         self._last.clear()
+        self._taken.clear()
         self._in_a_row.clear()
         self._steps, self._skipped_before = 0, self.skipped
 
     def last(self, optimizer: Optimizer) -> StepOutcome | None:
         """The outcome of the last step of ``optimizer``; ``None`` before its first step."""
         return self._last.get(id(optimizer))
+
+    def taken(self, optimizer: Optimizer) -> int:
+        """The number of steps of ``optimizer`` since :meth:`forget` that were taken."""
+        return self._taken[id(optimizer)]
 
     def counts(self) -> tuple[int, int]:
         """The number of steps since :meth:`forget`, and the number of those that were skipped."""
@@ -67,6 +73,7 @@ class StepOutcomes:
         """Note a step that is taken."""
         self._steps += 1
         self._last[id(optimizer)] = StepOutcome(grad_norm, skipped=False)
+        self._taken[id(optimizer)] += 1
         self._in_a_row[id(optimizer)] = 0
 
     def skip(self, optimizer: Optimizer, grad_norm: float, nonfinite_names: Callable[[], str]) -> None:

@@ -434,6 +434,21 @@ def test_a_stepwise_scheduler_stands_still_on_a_skip(pool: RankPool, kind: str) 
     assert extra == set()  # after the fit its methods are its own
 
 
+class EverySecond(Planted):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1.0)
+        config = {"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step", "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@ranks(1)
+def test_a_scheduler_of_several_steps_stands_still_if_all_are_skipped(pool: RankPool) -> None:
+    planted = functools.partial(EverySecond, at=[(n, 0) for n in (1, 2, 3, 4)])
+    (run,) = pool.run(observed, "zero3", Recipe(steps=6), planted)
+    assert run.last == [False, True, True, True, True, False]
+    assert run.rates == [1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
+
+
 class ByEpoch(Planted):
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=1.0)
