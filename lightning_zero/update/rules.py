@@ -115,7 +115,8 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer can update neither parts of parameters nor single whole parameters; or it keeps more
             than a count outside of ``state``; or its state has tensors of a class other than torch's plain one; or it
-            evaluates the loss more than once; or it wraps another optimizer.
+            evaluates the loss more than once; or it wraps another optimizer; or a parameter has settings that shards
+            would lose.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
@@ -127,6 +128,7 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
             f"{name} cannot run over shards: it has another optimizer of its parameters, {type(wrapped[0]).__name__}, "
             f"whose step would update them as a whole; {_remedy()}"
         )
+    _check_overrides(optimizer)
     whole, per_element, own_dtype, counts = [], set[str](), set[str](), False
     with torch.random.fork_rng(devices=[]):
         # Groups may differ in the state that they keep (momentum, amsgrad), and in their rule.
@@ -156,6 +158,31 @@ def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 def _ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _check_overrides(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of bitsandbytes whose ``GlobalOptimManager`` has other settings for one of its parameters.
+
+    The manager finds a parameter by its id or its place in a group, and shards have neither.
+
+    Raises:
+        ValueError: it has settings that are not the optimizer's own.
+    """
+    manager, own = getattr(optimizer, "mng", None), getattr(optimizer, "args", None)
+    overrides: dict[int, dict[str, Any]] = dict(getattr(manager, "pid2config", {}))
+    for module, name, settings in getattr(manager, "module_weight_config_triple", ()):
+        overrides[id(getattr(module, name, None))] = settings
+    for group in optimizer.param_groups if overrides else ():
+        for parameter in group["params"]:
+            settings = overrides.get(id(parameter), {})
+            if any(getattr(own, key, None) != value for key, value in settings.items()):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: the GlobalOptimManager of bitsandbytes overrides {settings} for a "
+                    f"parameter of shape {tuple(parameter.shape)}, as bnb.nn.Embedding and StableEmbedding have it do, "
+                    "and it would not find the parameter's shards. Give the parameter to a second optimizer with these "
+                    "arguments, such as bnb.optim.AdamW(optim_bits=32), set lr and the like in a parameter group, or "
+                    f"use torch.nn.Embedding{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+                )
 
 
 def _shape(shapes: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:

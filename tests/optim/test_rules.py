@@ -414,6 +414,22 @@ def test_state_of_torchao_is_refused(name: str) -> None:
         examine(getattr(optimizers, name)(weights()), CPU)
 
 
+@pytest.mark.slow
+def test_what_bitsandbytes_overrides_for_a_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(bnb.optim.GlobalOptimManager, "_instance", None)
+    stable, matrix = bnb.nn.Embedding(16, 8).weight, nn.Parameter(torch.ones(16, 16))
+    told = r"overrides \{'%s': %s\} for a parameter of shape \(16, %d\).*a second optimizer.*'ddp'"
+    with pytest.raises(ValueError, match="AdamW8bit: .*" + told % ("optim_bits", 32, 8)):
+        examine(bnb.optim.AdamW8bit([matrix, stable], min_8bit_size=64), CPU)
+    # As the message says:
+    examine(bnb.optim.AdamW8bit([matrix], min_8bit_size=64), CPU)
+    examine(bnb.optim.AdamW([stable], optim_bits=32), CPU)
+    bnb.optim.GlobalOptimManager.get_instance().override_config(matrix, "lr", 0.5)
+    with pytest.raises(ValueError, match=told % ("lr", 0.5, 16)):
+        examine(bnb.optim.AdamW8bit([matrix], min_8bit_size=64), CPU)
+
+
 @pytest.mark.parametrize("cls", [Counted, CountedInGroup])
 def test_a_step_may_be_counted_outside_the_state(cls: type[UserOptimizer]) -> None:
     traits = examine(cls(weights()), CPU)
