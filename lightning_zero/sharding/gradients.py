@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ops
+from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.pieces import Pieces
@@ -113,7 +114,13 @@ class BucketGradients(Reduction[Tensor, Pieces]):
 
     def _note_received(self) -> None:
         for i, parameter in enumerate(self.bucket.parameters):
-            if local_grad(parameter) is not None:
+            if (gradient := local_grad(parameter)) is not None:
+                if gradient.layout is not torch.strided:
+                    raise TypeError(
+                        f"the gradient of parameter {self.bucket.names[i]!r} has layout {gradient.layout}, as one of "
+                        "F.embedding(..., sparse=True) has; sharding needs dense gradients. Use sparse=False"
+                        f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+                    )
                 self.received[i] = True
         self._cleared = set()
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import memory
-from engine.driver import Setup, make_engine, make_placement
+from engine.driver import Setup, backward, make_engine, make_placement
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_zero.planning import plan
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy, exchange
@@ -117,6 +118,16 @@ def test_gradients_in_any_memory_are_averaged(pool: RankPool) -> None:
         (Setup(2, shard_size=1 + pool.world_size // 4), torch.float32),
     ]:
         pool.run(reduce_gradients_of_many_forms, setup, dtype, 15)
+
+
+@pytest.mark.parametrize(("stage", "last"), [(0, False), (1, True), (3, True)])
+def test_a_sparse_gradient_is_an_error_with_the_parameters_name(stage: int, last: bool) -> None:
+    table = nn.Embedding(4, 3)
+    engine = make_engine(nn.Sequential(table), Setup(stage), Mesh.single())
+    with engine.forward_context():
+        loss = functional.embedding(torch.tensor([1]), table.weight, sparse=True).sum()
+    with pytest.raises(TypeError, match=r"parameter '0\.weight' has layout torch\.sparse_coo.*Use sparse=False"):
+        backward(engine, loss, last=last)
 
 
 def measure_reduction(reads: bool) -> tuple[float, float]:
