@@ -28,7 +28,8 @@ class Handle(Protocol):
 
 def original(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``'s wrapper, or ``module`` itself if it is no wrapper."""
-    inside = registered_modules(module).get(ORIGINAL)
+    children = registered_modules(module)  # those of a script are no `dict`, and have no `get`
+    inside = children[ORIGINAL] if ORIGINAL in children else None  # noqa: SIM401
     return module if inside is None else inside
 
 

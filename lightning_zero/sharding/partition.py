@@ -458,12 +458,19 @@ def check_supported(root: nn.Module) -> None:
 
     Raises:
         TypeError: a parameter is not real and dense (it is complex, sparse, quantized, nested, a DTensor or lazy), or a
-            module has sparse gradients.
+            module has sparse gradients, or is a script of torch.jit.
     """
     for name, module in root.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TypeError(
                 f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False"
+                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+            )
+        if isinstance(module, torch.jit.ScriptModule) and _has_parameters(module):
+            raise TypeError(
+                f"module {name!r} is a script of torch.jit, which takes no hooks, so that its parameters cannot be "
+                "gathered. Use the module of which it was made (torch.jit.load: its class, with the script's "
+                "`state_dict()`), or, if it is not trained, keep it out of the module tree (`self.frozen = [script]`)"
                 f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
             )
     for name, parameter in root.named_parameters():

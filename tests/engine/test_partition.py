@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
@@ -347,9 +348,17 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "nested": (lambda: holding(torch.nested.nested_tensor([torch.ones(2)])), r"'weight' is torch\.float32, nested;"),
     "wrapper": (lambda: holding(Wrapped(torch.ones(2))), r"'weight' is torch\.float32, Wrapped;"),
+    "script": (lambda: Tree(net=torch.jit.script(nn.Linear(2, 2))), r"'net' is a script of torch\.jit.*no hooks"),
+    "loaded": (lambda: Tree(net=loaded(nn.Linear(2, 2))), r"'net' is a script of .*`self\.frozen = \[script\]`"),
     "embedding": (lambda: Tree(table=nn.Embedding(3, 2, sparse=True)), r"'table' is Embedding\(3, 2, sparse=True\)"),
     "bag": (lambda: Tree(bag=nn.EmbeddingBag(3, 2, sparse=True)), r"'bag' is EmbeddingBag\(3, 2.*: sparse gradients"),
 }
+
+
+def loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    return torch.jit.load(io.BytesIO(file.getvalue()))
 
 
 def holding(weight: Tensor) -> nn.Module:
@@ -374,6 +383,17 @@ def test_what_is_refused_is_left_as_it_was(kind: str) -> None:
     for module in root.modules():
         assert "zero_grad" not in vars(module)
         assert not module._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecat")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_script_without_parameters_may_be_in_the_module(stage: int) -> None:
+    root = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3, affine=False)))
+    engine = driver.make_engine(root, Setup(stage), Mesh.single())
+    with engine.forward_context():
+        loss = root(torch.randn(4, 3)).square().sum()
+    driver.backward(engine, loss)
+    assert engine.gradients_of(engine.buckets[0]).received == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
