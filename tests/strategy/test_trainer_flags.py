@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.tuner import Tuner
+from safetensors.torch import load_model, save_model
 from strategy.fits import (
     DDP,
     MOMENTUM,
@@ -412,7 +413,7 @@ def test_trainers_are_copied_and_pickled(pool: RankPool, name: str) -> None:
             assert_same(weights, first[1])
 
 
-def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
+def export(name: str, precision: str, path: Path) -> tuple[bool, bool, bool, set[torch.dtype]]:
     lit = Lit(Recipe(model="mlp"))
     trainer = make_trainer(name, precision=precision)
     trainer.fit(lit)
@@ -421,9 +422,12 @@ def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     expected = lit.model(tokens)
     exported = torch.export.export(lit.model, (tokens,)).module()(tokens)
     traced = torch.jit.trace(lit.model, (tokens,))(tokens)
+    save_model(lit.model, str(path))
+    load_model(loaded := Recipe(model="mlp", dtype=lit.dtype, seed=1).make_model().to(lit.device), path)
     return (
         torch.equal(exported, expected),
         torch.equal(traced, expected),
+        torch.equal(loaded(tokens), expected),
         {lit.dtype, *(p.dtype for p in lit.parameters())},
     )
 
@@ -434,5 +438,7 @@ def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     [("zero2_offload", "bf16-true", torch.float32), ("zero3", "64-true", torch.float64)],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_released_module_is_exported(pool: RankPool, name: str, precision: str, dtype: torch.dtype) -> None:
-    assert pool.run(export, name, precision)[0] == (True, True, {dtype})
+def test_a_released_module_is_exported(
+    pool: RankPool, name: str, precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    assert pool.run(export, name, precision, tmp_path / "m.safetensors")[0] == (True, True, True, {dtype})
