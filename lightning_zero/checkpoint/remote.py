@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.tiles import TILE, FileObject, OpenFile, Readable
 from lightning_zero.sharding import Group
 
 BLOCK = 1 << 18  # bytes that are fetched for a shorter range: most of these are near ranges that are read next
-_CACHED_BLOCKS = 32  # per file that is read
+_CACHED = 32 * BLOCK  # bytes per file that is read, in two blocks at least
 
 
 class RemotePath:
@@ -101,8 +101,9 @@ class RemotePath:
         """
         assert mode == "rb"
         block = BLOCK if block is None else block
-        cached: dict[str, Any] = {"cache_type": "blockcache", "cache_options": {"maxblocks": _CACHED_BLOCKS}}
-        options = cached if block else {"cache_type": "none"}
+        options: dict[str, Any] = {"cache_type": "none"}
+        if block:
+            options = {"cache_type": "blockcache", "cache_options": {"maxblocks": max(2, _CACHED // block)}}
         return cast("IO[bytes]", self._filesystem.open(self._path, mode, block_size=block or TILE, **options))
 
     @contextlib.contextmanager

@@ -90,6 +90,10 @@ class RemoteFileSave(Save):
             if self._gathering:
                 raise
             return error
+        except BaseException:
+            if not self._gathering:
+                follow_first(self.engines)  # an interrupt of rank 0 alone frees the others
+            raise
         return None
 
     def _stream(self) -> None:

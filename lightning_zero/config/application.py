@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_zero.config.errors import Task
 
 _RUN_DIR_KEY = "run_dir"
+_LARGEST_STEP = 2**31  # larger numbers of SLURM's steps stand for a script itself, or an interactive shell
 
 
 def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["Task"], Callable[[], None]]:
@@ -89,22 +90,28 @@ def _schemas_hidden() -> Iterator[None]:
 
 
 def _slurm_job() -> str | None:
-    """Returns a name of the job and its step if SLURM starts the ranks; a requeued job keeps it."""
+    """Returns a name of the job and its step if `srun` starts the ranks; a requeued job keeps it.
+
+    What a job's script starts without `srun` are several runs, which no step tells apart.
+    """
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
+    by_srun = step.isdecimal() and int(step) < _LARGEST_STEP
+    if job is None or not by_srun or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
         return None
-    return f"job_{os.environ['SLURM_JOB_ID']}_{os.environ.get('SLURM_STEP_ID', '0')}"
+    return f"job_{job}_{step}"
 
 
 @contextmanager
 def _named_by_job() -> Iterator[None]:
     """Makes `${now:...}` the job of SLURM, if there is one: ranks and requeued jobs have clocks of their own."""
-    from hydra._internal import hydra as internals
+    from hydra._internal import hydra as single
+    from hydra._internal.core_plugins import basic_launcher as sweep
     from omegaconf import OmegaConf
 
-    own: Callable[[], None] = internals.setup_globals  # type: ignore[attr-defined]
+    own: Callable[[], None] = single.setup_globals  # type: ignore[attr-defined]
     job = _slurm_job() if _runs_task() else None
 
     def set_up() -> None:
@@ -112,11 +119,11 @@ def _named_by_job() -> Iterator[None]:
         if job is not None:
             OmegaConf.register_new_resolver("now", lambda pattern: job, replace=True)
 
-    internals.setup_globals = set_up  # type: ignore[attr-defined]
+    single.setup_globals = sweep.setup_globals = set_up  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        internals.setup_globals = own  # type: ignore[attr-defined]
+        single.setup_globals = sweep.setup_globals = own  # type: ignore[attr-defined]
 
 
 @functools.cache  # rank 0 serves it to the others until it ends

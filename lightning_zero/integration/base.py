@@ -144,7 +144,10 @@ class EngineStrategy(DDPStrategy):
                 return  # another Trainer has taken the module over
             engines.release(engine)
             if self._layer_sync is not None:
+                modes = {name: each.training for name, each in engine.module.named_modules()}
                 self.model = self._layer_sync.revert(engine.module)
+                for name, each in self.model.named_modules():
+                    each.training = modes[name]  # Lightning makes new layers, which train
         elif module is not None:
             unshard_parameters(module.parameters())
 

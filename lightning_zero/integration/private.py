@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
@@ -164,6 +165,9 @@ def renew_iterator(loop: FitLoop) -> None:
     loop._resuming_from_checkpoint = False
     if loop.restarting:
         assert loop._data_fetcher is not None
+        assert loop._combined_loader is not None
+        for loader in loop._combined_loader.flattened:  # the loop does so later, when workers have the first indices
+            _set_sampler_epoch(loader, loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         iter(loop._data_fetcher)
 
 

@@ -120,7 +120,8 @@ class DiskFile:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            if nbytes - self.nbytes > self._room:  # nothing can be reserved, but what does not fit is known
+            written = os.fstat(self._plain).st_blocks * 512  # what was only promised takes no room yet
+            if nbytes - written > self._room:  # nothing can be reserved, but what does not fit is known
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             os.ftruncate(self._plain, nbytes)
 

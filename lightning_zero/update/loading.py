@@ -115,4 +115,12 @@ def load_own_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
     if own and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         number = itertools.count()
         groups = [{**group, "params": [next(number) for _ in group["params"]]} for group in optimizer.param_groups]
-        optimizer.load_state_dict({**copy.deepcopy(dict(own)), "state": {}, "param_groups": groups})
+        try:
+            optimizer.load_state_dict({**copy.deepcopy(dict(own)), "state": {}, "param_groups": groups})
+        except Exception as error:  # noqa: BLE001  # all that torch would load is loaded nevertheless
+            warnings.warn(
+                f"{type(optimizer).__name__}.load_state_dict() fails where there is no state ({error!r}). What it "
+                f"reads beside state and groups, {', '.join(map(repr, own))}, is not restored. Let it read what needs "
+                "no state",
+                stacklevel=2,
+            )

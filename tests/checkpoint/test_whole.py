@@ -17,7 +17,7 @@ from torch import Tensor
 import lightning_zero
 from lightning_zero import DynamicLossScaler, ZeroPrecision
 from lightning_zero.integration.names import STRATEGIES
-from lightning_zero.update import own_entries
+from lightning_zero.update import load_own_entries, own_entries
 
 ASKED = ("blocks.1.up.weight", "norm.weight")
 
@@ -172,8 +172,16 @@ class NeedsState(Counts):
         sums = [self.state[parameter]["sum"].sum() for group in self.param_groups for parameter in group["params"]]
         return {**super().state_dict(), "sums": sums}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["state"][0]["sum"].sum() == state_dict["sums"][0]
+        super().load_state_dict(state_dict)
+
 
 def test_what_it_adds_from_the_state_is_said_to_be_lost() -> None:
     optimizer = NeedsState([torch.nn.Parameter(torch.zeros(3))])
     with pytest.warns(UserWarning, match=r"NeedsState.state_dict\(\) fails where there is no state"):
         assert own_entries(optimizer) == {}
+    with pytest.warns(
+        UserWarning, match=r"NeedsState.load_state_dict\(\) fails .* state and groups, 'sums', is"
+    ):
+        load_own_entries(optimizer, {"sums": [1.0]})

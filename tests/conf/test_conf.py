@@ -598,7 +598,9 @@ def test_ranks_of_slurm_share_a_folder_that_a_requeued_job_keeps(folder: Path, m
     monkeypatch.setenv("SLURM_STEP_ID", "1")  # the job script's second srun is another run
     assert run(0)[0] == str(folder / "outputs/job_17_1")
     assert run(0, "hydra.run.dir=other")[0] == str(folder / "other")
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # an interactive shell starts many runs
+    swept = run(0, "hydra.mode=MULTIRUN", "hydra.sweep.dir='swept/${now:%f}'")[0]
+    assert swept == str(folder / "swept/job_17_1/0")
+    monkeypatch.delenv("SLURM_STEP_ID")  # a script, or an interactive shell, starts many runs without `srun`
     assert "job_17" not in run(0)[0]
 
 
