@@ -96,6 +96,8 @@ class WholeUpdater(TorchUpdater):
         self._device = device
         self._sizes: dict[Any, Sizes] = {}
         self._leaving: list[list[Rested]] = []  # state that is being put back on a disk, by window
+        # Of the last step: its copy of the optimizer, and what it writes alone, by ids of the groups of a call.
+        self._alone: tuple[Optimizer | None, dict[tuple[int, ...], list[Written]]] = None, {}
 
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         if not bucket.layout.keeps_whole:
@@ -183,8 +185,18 @@ class WholeUpdater(TorchUpdater):
         shell = run_step(view.optimizer, groups, state, view.call)
         known, attributes = [group.hyperparameters for group in groups], attributes_of(view.optimizer)
         written = [Written.by(shell, group, attributes, index) for index, group in enumerate(known)]
-        alone = written_alone(view.optimizer, known, view.call) if self._traits.counts else []
-        check_alone(type(self.optimizer).__name__, written, alone)
+        check_alone(type(self.optimizer).__name__, written, self._written_alone(view, known))
+
+    def _written_alone(self, view: UpdateView, groups: Sequence[dict[str, Any]]) -> list[Written]:
+        """What :meth:`advance` writes to these groups and to attributes; found once per step, for all its tiles."""
+        if not self._traits.counts:
+            return []
+        if self._alone[0] is not view.optimizer:  # which is copied once per step
+            self._alone = view.optimizer, {}
+        found, key = self._alone[1], tuple(map(id, groups))  # the copies of a step's groups live as long as it
+        if key not in found:
+            found[key] = written_alone(view.optimizer, groups, view.call)
+        return found[key]
 
     def advance(self, call: StepCall) -> None:
         if self._traits.counts:

@@ -10,7 +10,7 @@ import torch
 from checkpoint.resuming import Resumable, run
 from checkpoint.test_matrix import OVERFLOWS, SAVED, STEPS, Traced
 from helpers.ranks import RankPool
-from helpers.whole import OF_LIBRARIES, Ruled
+from helpers.whole import OF_LIBRARIES, CountsSteps
 from strategy.fits import DDP, Fitted, Recipe, assert_close, assert_same, assert_same_states
 from torch import Tensor
 
@@ -127,15 +127,8 @@ def test_muons_adamw_goes_on_in_the_kernel_and_without(pool2: RankPool, tmp_path
             assert_same_states(resumed.optimizer_states[0], whole.optimizer_states[0], native=rounds)
 
 
-class Counts(Ruled):
-    """Counts steps in itself, and saves the count beside the state."""
-
-    calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        return super().step(closure)
+class Counts(CountsSteps):
+    """Saves the count beside the state."""
 
     def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -181,7 +174,5 @@ def test_what_it_adds_from_the_state_is_said_to_be_lost() -> None:
     optimizer = NeedsState([torch.nn.Parameter(torch.zeros(3))])
     with pytest.warns(UserWarning, match=r"NeedsState.state_dict\(\) fails where there is no state"):
         assert own_entries(optimizer) == {}
-    with pytest.warns(
-        UserWarning, match=r"NeedsState.load_state_dict\(\) fails .* state and groups, 'sums', is"
-    ):
+    with pytest.warns(UserWarning, match=r"NeedsState.load_state_dict\(\) fails .* state and groups, 'sums', is"):
         load_own_entries(optimizer, {"sums": [1.0]})

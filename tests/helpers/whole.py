@@ -36,6 +36,17 @@ class Ruled(Optimizer):
         return loss
 
 
+class CountsSteps(Ruled):
+    """Counts steps in itself."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+
 class Lamb(Ruled):
     """Adam's update, scaled by norms of the whole parameter (https://arxiv.org/abs/1904.00962).
 

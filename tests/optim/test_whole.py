@@ -10,7 +10,7 @@ from engine.cases import Case, check_cases
 from engine.driver import Setup, assert_equal, run_step, start
 from helpers import models
 from helpers.ranks import RankPool, ranks, slow_unless
-from helpers.whole import OF_LIBRARIES, WHOLE, Ruled
+from helpers.whole import OF_LIBRARIES, WHOLE, CountsSteps, Ruled
 from torch import Tensor
 
 from lightning_zero.sharding import Mesh
@@ -64,16 +64,7 @@ class Assigns(Ruled):
         parameter.data = parameter.data - group["lr"] * gradient * parameter.norm()
 
 
-class Counts(Ruled):
-    """Counts steps in itself."""
-
-    calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        return super().step(closure)
-
+class Counts(CountsSteps):
     def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         parameter.add_(gradient, alpha=-group["lr"] / self.calls)
 
