@@ -153,11 +153,11 @@ def fit_by_turns(shared: bool) -> dict[str, Tensor]:
     """Two Trainers, with one precision plugin or two, fit a module each, and the first one goes on."""
     plugins = [ZeroPrecision()] * 2 if shared else [ZeroPrecision(), ZeroPrecision()]
     trainers = [make_trainer("zero2", plugins=[plugin], gradient_clip_val=0.1) for plugin in plugins]
-    lits = [Lit(MOMENTUM), Lit(MOMENTUM)]
-    for trainer, lit in zip(trainers, lits, strict=True):
+    modules = [Lit(MOMENTUM), Lit(MOMENTUM)]
+    for trainer, lit in zip(trainers, modules, strict=True):
         trainer.fit(lit)
     trainers[0].fit_loop.max_epochs = 2
-    trainers[0].fit(lits[0])
+    trainers[0].fit(modules[0])
     return state_of(trainers[0])
 
 
