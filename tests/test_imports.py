@@ -53,7 +53,7 @@ INSIDE = {
         ("checkpointing", "collectives", "launchers", "steps"),
         ("base", "choices"),
         ("engines",),
-        ("deepspeed", "remedies", "saves"),
+        ("deepspeed", "remedies", "saves", "signals"),
         ("disk", "in_backward", "loading", "names", "patches", "preflight", "uneven"),
         ("readers",),
         ("", "advice", "options", "overridden", "precision", "pretrained", "private"),

@@ -54,6 +54,10 @@ LINK_CHECKPOINT = "_link_checkpoint"
 # The method of the signal connector that saves a checkpoint and requeues a job of SLURM.
 REQUEUE = "_slurm_sigusr_handler_fn"
 
+# Its method that handles SIGTERM, and that of the loop over batches that asks, before each, whether rank 0 has got it.
+TERMINATE = "_sigterm_notifier_fn"
+ASK_TO_END = "_broadcast_sigterm_tensor"
+
 # By class of ours: the private names of its base class that it overrides or uses.
 INHERITED: dict[str, dict[str, str]] = {
     "EngineStrategy": {
@@ -107,7 +111,7 @@ def tell_peak(monitor: ThroughputMonitor, peak: int | None) -> None:
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:
-    """Handles signals; no hook comes between that of a requeueing and the save."""
+    """Handles signals; no hook comes between a signal and what Lightning does in its handler."""
     return trainer._signal_connector
 
 

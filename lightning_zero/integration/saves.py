@@ -1,22 +1,17 @@
-"""Saves that come unexpectedly: of a run that fails, and of a job that SLURM requeues.
+"""Saves of a run that fails.
 
-All ranks save together, at the same place of the training. But an error or a signal may come to one of them alone, or
-to each at another place. A rank that began to save there would wait for ranks that wait for it in the training.
+All ranks save together, at the same place of the training. But an error may come to one of them alone, or to each at
+another place. A rank that began to save there would wait for ranks that wait for it in the training.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from typing_extensions import override
 
-from lightning_zero.integration import private
 from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.patches import Undo, replace_methods
 
@@ -69,57 +64,3 @@ def _saves(callback: Callback) -> bool:
     """Whether the callback saves a run that fails."""
     on_exception = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
     return on_exception or isinstance(callback, OnExceptionCheckpoint)
-
-
-class _Requeue(Callback):
-    """Saves and requeues a job where all ranks come, if one of them has got SLURM's signal.
-
-    Args:
-        requeue: what Lightning does in the handler of the signal.
-        number: of the signal.
-    """
-
-    def __init__(self, requeue: Callable[[int, None], object], number: int) -> None:
-        self._requeue = requeue
-        self._number = number
-        self.signalled = False
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._come(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._come(trainer)
-
-    def _come(self, trainer: pl.Trainer) -> None:
-        # A checkpoint has no gradients: those of a step that is accumulated would be lost.
-        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
-            return
-        if trainer.strategy.reduce_boolean_decision(self.signalled, all=False):
-            self._requeue(self._number, None)
-            self.signalled = False  # signals that have come meanwhile ask for the same
-
-
-def requeue_together(trainer: pl.Trainer) -> list[Undo]:
-    """Have SLURM's requeueing wait for the end of the step, or of the validation, where the ranks agree on it.
-
-    Lightning saves inside the handler of the signal, which may come at any moment. The ranks ask each other once a
-    step, next to Lightning's own question whether to end, and only in a job that SLURM may requeue.
-
-    Returns:
-        What undoes it.
-    """
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-        return []
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    connector = private.signal_connector(trainer)
-    after = _Requeue(private.requeue_method(connector), environment.requeue_signal or signal.SIGUSR1)
-
-    def requeue(*_: Any) -> None:
-        after.signalled = True
-
-    callbacks.append(after)
-    return [replace_methods(connector, {private.REQUEUE: requeue}), lambda: callbacks.remove(after)]

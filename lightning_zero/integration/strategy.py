@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import engines_of
-from lightning_zero.integration import engines, in_backward, patches, preflight, private, saves
+from lightning_zero.integration import engines, in_backward, patches, preflight, private, saves, signals
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.collectives import CollectiveStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
@@ -393,8 +393,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
         self._pass_over_skips(trainer.callbacks)  # type: ignore[attr-defined]
+        self._undo += signals.end_together(trainer, self._mesh, self._runs)
         if fitting:
-            self._undo += saves.requeue_together(trainer)
+            self._undo += signals.requeue_together(trainer)
         for logger in trainer.loggers:
             self._undo += patches.compute_for_graph(logger, self._computable)
         if self._background is not None:

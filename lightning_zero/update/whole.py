@@ -188,7 +188,7 @@ class WholeUpdater(TorchUpdater):
         check_alone(type(self.optimizer).__name__, written, self._written_alone(view, known))
 
     def _written_alone(self, view: UpdateView, groups: Sequence[dict[str, Any]]) -> list[Written]:
-        """What :meth:`advance` writes to these groups and to attributes; found once per step, for all its tiles."""
+        """Finds what :meth:`advance` writes to these groups and to attributes, once per step for all its tiles."""
         if not self._traits.counts:
             return []
         if self._alone[0] is not view.optimizer:  # which is copied once per step

@@ -1,4 +1,4 @@
-"""Saves that come unexpectedly, when a fit fails or SLURM requeues a job: by all ranks at one place, or by none."""
+"""Saves that come unexpectedly, of a fit that fails or gets a signal: by all ranks at one place, or by none."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine import driver
 from helpers.ranks import RankPool, ranks
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from strategy.fits import Lit, Recipe, make_trainer, state_of
 from torch import Tensor
 
@@ -168,6 +169,61 @@ def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPo
     assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
     assert saved == []
     assert as_before
+
+
+class Terminated(Lit):
+    """SIGTERM comes to the last rank alone, or to all ranks in a validation, and more than once."""
+
+    at: str
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        self._signal("forward", index == 1)
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        self._signal("end", index == 1)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.notes.append((self.trainer.global_step, index))
+        self._signal("validation", index == 1)
+        self._signal("validations", index == 1)
+
+    def _signal(self, at: str, now: bool) -> None:
+        if at == self.at and now and (at == "validations" or dist.get_rank() == dist.get_world_size() - 1):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def terminate(at: str, folder: str) -> tuple[int, list[Any], bool, bool]:
+    """The steps of a fit that SIGTERM ends, its batches of validation, and whether the last weights were saved."""
+    trainer = make_trainer(
+        {"stage": 3},
+        callbacks=[OnExceptionCheckpoint(folder)],
+        enable_checkpointing=True,
+        limit_val_batches=0 if at == "forward" else 3,
+        val_check_interval=1,
+    )
+    lit = Terminated(Recipe(steps=6))
+    lit.at = at
+    seconds = 0.2 if at == "validation" else 5.0
+    with mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", seconds), pytest.raises(SIGTERMException):
+        trainer.fit(lit)
+    saved = torch.load(Path(folder, "on_exception.ckpt"), weights_only=True)
+    after = state_of(trainer)
+    same = all(torch.equal(saved["state_dict"][f"model.{name}"], value) for name, value in after.items())
+    return trainer.global_step, lit.notes, same, trainer.received_sigterm
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("at", "steps", "validated"), [("forward", 2, 0), ("end", 2, 3), ("validation", 1, 3), ("validations", 1, 2)]
+)
+def test_sigterm_saves_and_ends_a_fit_on_all_ranks(
+    pool: RankPool, at: str, steps: int, validated: int, tmp_path: Path
+) -> None:
+    """Before the next batch or the next validation, or in a validation where it has come to all."""
+    batches = [(1, index) for index in range(validated)]
+    assert pool.run_within(30.0, terminate, at, str(tmp_path)) == [(steps, batches, True, True)] * 2
 
 
 class Signalled(Lit):
