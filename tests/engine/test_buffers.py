@@ -106,12 +106,12 @@ class Caching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank, length = dist.get_rank(), len(x)
-        self.bias = torch.full((length,), float(rank))
+        self.bias = torch.full((length,), float(rank), device=x.device)
         if hasattr(self, "count"):
-            self.table = torch.full((length, 2), float(rank))
+            self.table = torch.full((length, 2), float(rank), device=x.device)
             self.count = self.count + 1 + rank
             if rank:
-                self.register_buffer("only", torch.full((4,), float(rank)))
+                self.register_buffer("only", torch.full((4,), float(rank), device=x.device))
         return self.layer(x) + self.bias[:, None]
 
 

@@ -233,7 +233,7 @@ class Teaches(Lit):
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
         students = dict(self.model.named_parameters())
         for name, value in self.notes[0].items():
-            value.mul_(0.999).add_(full_param(students[name]), alpha=0.001)
+            value.mul_(0.999).add_(full_param(students[name]).to(value.device), alpha=0.001)
         with gathered_parameters(self, full_precision=True):
             for name, parameter in self.teacher.named_parameters():
                 parameter.mul_(0.999).add_(students[name], alpha=0.001)
