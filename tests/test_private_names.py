@@ -223,6 +223,7 @@ ATTRIBUTES = {
     "_checkpoint_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_slurm_sigusr_handler_fn": ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
+    "_broadcast_sigterm_tensor": ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop"),
     "_precision_flag": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
     "_active_loop": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_combined_loader": ("lightning.pytorch.loops.prediction_loop", "_PredictionLoop"),
@@ -234,11 +235,8 @@ ATTRIBUTES = {
     "_start_method": ("lightning.pytorch.strategies.ddp", "DDPStrategy"),
 }
 
-# Methods that are replaced and not called.
-REPLACED = {
-    private.TERMINATE: ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
-    private.ASK_TO_END: ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop"),
-}
+# A method that is replaced and not called.
+REPLACED = {private.TERMINATE: ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector")}
 
 
 def test_every_attribute_is_known() -> None:

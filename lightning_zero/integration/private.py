@@ -120,6 +120,11 @@ def requeue_method(connector: Any) -> Any:
     return connector._slurm_sigusr_handler_fn
 
 
+def ask_method(loop: Any) -> Any:
+    """The method behind ``ASK_TO_END``."""
+    return loop._broadcast_sigterm_tensor
+
+
 def is_stand_in(optimizer: Optimizer) -> bool:
     """Whether Lightning made the optimizer for a module that configures none."""
     return isinstance(optimizer, _MockOptimizer)  # it has a parameter and a group like any other

@@ -2,12 +2,14 @@
 
 A signal may come to one rank alone, or to each at another place, and more than once. Lightning broadcasts and saves in
 its handlers, and ends a rank after its own batch. A rank that does so waits for ranks that wait for it in the training.
-So the handlers only note the signal here, and the ranks ask each other at fixed places of the training.
+So the handlers only note the signal here, and the ranks act at fixed places of the training.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +21,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_zero.integration import private
-from lightning_zero.integration.patches import Undo, replace_methods
+from lightning_zero.integration.patches import Undo, copies_module, replace_methods
 from lightning_zero.sharding import Mesh
+
+_SECONDS_TO_LOOK = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class _Terminate(Callback):
@@ -35,55 +41,83 @@ class _Terminate(Callback):
     def __init__(self, connector: Any, mesh: Mesh, run: int) -> None:
         self._connector = connector
         self._mesh = mesh
-        self._run = run
-        self._asked = False
-        self.signalled = False
+        self._flag = f"run {run} got SIGTERM"
+        self._told = False
+        self._next_look = 0.0
+        self._over = False
+        self._signalled = False
 
     def note(self, trainer: pl.Trainer, signum: int) -> None:
         """Handles the signal on this rank, which passes it on to the ranks that it has started."""
+        _log.info("rank %d has got SIGTERM", trainer.global_rank)
         launcher = trainer.strategy.launcher
-        if not self.signalled and launcher is not None:
+        if not self._signalled and launcher is not None:
             launcher.kill(signum)
-        self.signalled = True
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._connector.received_sigterm = True  # nothing can be lost: this rank ends after its batch
+        self._signalled = True
+        if self._over or trainer.state.fn != TrainerFn.FITTING:
+            self._connector.received_sigterm = True  # nothing can be lost: an evaluation ends after the rank's batch
 
-    def come(self, trainer: pl.Trainer) -> None:
-        """Ends the fit if some rank is to end. Collective.
+    def come(self, trainer: pl.Trainer, ask: Callable[[], object]) -> None:
+        """Ends the fit if some rank is to end, and no step is half done. Collective.
+
+        Args:
+            trainer: that fits.
+            ask: Lightning's question, which raises on all ranks if ``received_sigterm`` is true on rank 0.
 
         Raises:
             SIGTERMException: on all ranks.
         """
-        with self._mesh.world.explaining("ask whether a rank has got SIGTERM"):
-            ends = trainer.strategy.reduce_boolean_decision(self.signalled, all=False)
-        if ends:
-            self._connector.received_sigterm = True
-            raise SIGTERMException
+        if not _between_steps(trainer):
+            return
+        if trainer.is_global_zero:
+            self._connector.received_sigterm = self._signalled or self._look()
+        elif self._signalled and not self._told:
+            self._told = True
+            self._mesh.board.raise_flag(self._flag)
+        try:
+            ask()
+        except SIGTERMException:
+            self._end(trainer)
 
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.come(trainer)
+    def _look(self) -> bool:
+        """Whether another rank has told rank 0 of the signal, which looks every second."""
+        if (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + _SECONDS_TO_LOOK
+        return self._mesh.board.is_raised(self._flag)
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         # Ranks may have other numbers of batches, so they do not ask each other in each. One that was signalled waits
         # for the others for a moment; if they were not, or are elsewhere, the fit ends after the validation.
-        if trainer.state.fn == TrainerFn.FITTING and self.signalled and not self._asked:
-            self._asked = True
-            question = f"end run {self._run} in a validation"
-            self._connector.received_sigterm = self._mesh.board.agree(question, self._mesh.position)
+        if trainer.state.fn != TrainerFn.FITTING or not self._signalled or self._told or not _between_steps(trainer):
+            return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(map(copies_module, callbacks)):
+            return  # an average that is validated is in the place of the weights
+        self._told = True
+        self._mesh.board.raise_flag(self._flag)
+        if self._mesh.board.agree(f"{self._flag} in a validation", self._mesh.position):
+            self._end(trainer)
 
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and self._connector.received_sigterm:
-            raise SIGTERMException  # agreed upon in this rank's last batch, after which the loop does not end by itself
+    def _end(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, _Requeue):  # its signal precedes this one
+                callback.ask(trainer)
+        self._connector.received_sigterm = True
+        raise SIGTERMException
+
+    def leave(self) -> None:
+        """Ends the agreement of the ranks: a signal that comes now, or came too late, is for this rank alone."""
+        self._over = True
+        self._connector.received_sigterm |= self._signalled
 
 
 def end_together(trainer: pl.Trainer, mesh: Mesh, run: int) -> list[Undo]:
-    """Have SIGTERM end a fit before the next batch or validation, on all ranks if one of them has got it.
+    """Have SIGTERM end a fit before the next step, on all ranks if one of them has got it.
 
-    This takes the place of Lightning's question before each batch, which asks rank 0 alone.
+    Lightning asks rank 0 before each batch, whose answer here includes other ranks'.
 
     Args:
         trainer: that runs.
@@ -96,18 +130,14 @@ def end_together(trainer: pl.Trainer, mesh: Mesh, run: int) -> list[Undo]:
     if trainer.world_size == 1:
         return []
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    connector, loop = private.signal_connector(trainer), trainer.fit_loop.epoch_loop
-    end = _Terminate(connector, mesh, run)
-
-    def tell() -> None:
-        callbacks.remove(end)
-        connector.received_sigterm |= end.signalled  # also of a signal that came too late to end the fit
-
+    connector, batches = private.signal_connector(trainer), trainer.fit_loop.epoch_loop
+    end, ask = _Terminate(connector, mesh, run), private.ask_method(batches)
     callbacks.append(end)
     return [
         replace_methods(connector, {private.TERMINATE: lambda _, signum, *__: end.note(trainer, signum)}),
-        replace_methods(loop, {private.ASK_TO_END: lambda _: end.come(trainer)}),
-        tell,
+        replace_methods(batches, {private.ASK_TO_END: lambda _: end.come(trainer, ask)}),
+        lambda: callbacks.remove(end),
+        end.leave,
     ]
 
 
@@ -134,9 +164,11 @@ class _Requeue(Callback):
             self._come(trainer)
 
     def _come(self, trainer: pl.Trainer) -> None:
-        # A checkpoint has no gradients: those of a step that is accumulated would be lost.
-        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
-            return
+        if _between_steps(trainer):
+            self.ask(trainer)
+
+    def ask(self, trainer: pl.Trainer) -> None:
+        """Saves and requeues the job if some rank was signalled. Collective."""
         if trainer.strategy.reduce_boolean_decision(self.signalled, all=False):
             self._requeue(self._number, None)
             self.signalled = False  # signals that have come meanwhile ask for the same
@@ -163,3 +195,8 @@ def requeue_together(trainer: pl.Trainer) -> list[Undo]:
 
     callbacks.append(after)
     return [replace_methods(connector, {private.REQUEUE: requeue}), lambda: callbacks.remove(after)]
+
+
+def _between_steps(trainer: pl.Trainer) -> bool:
+    """Whether the last batch of training ended a step: a checkpoint has no gradients of micro-batches before."""
+    return trainer.is_last_batch or not (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches

@@ -393,6 +393,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
         self._pass_over_skips(trainer.callbacks)  # type: ignore[attr-defined]
+        assert self._mesh is not None
         self._undo += signals.end_together(trainer, self._mesh, self._runs)
         if fitting:
             self._undo += signals.requeue_together(trainer)
@@ -408,7 +409,6 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
                 callback.on_sharded(trainer, self.lightning_module)
         connector = private.checkpoint_connector(trainer)
         connector.dump_checkpoint = functools.partial(self._dump, connector)  # type: ignore[method-assign]
-        assert self._mesh is not None
         for subject in (Subject.FAILURE, Subject.WAIT):
             self._mesh.board.put(subject, "")  # of an earlier run, in which no rank is any more
 

@@ -101,6 +101,17 @@ class Board:
         self._ask(read)
         return {rank: note for rank, note in notes.items() if note}
 
+    def raise_flag(self, name: str) -> None:
+        """Tell any rank that asks; does nothing if the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            self._ask(lambda store: store.set(f"flag/{name}", "raised"))
+
+    def is_raised(self, name: str) -> bool:
+        """Whether some rank has raised the flag of this name; False if the store does not say so."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._ask(lambda store: store.check([f"flag/{name}"])))
+        return False
+
     def agree(self, question: str, vote: Callable[[], str | None]) -> bool:
         """Ask whether all ranks give the same vote within a few seconds of each other.
 

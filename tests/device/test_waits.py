@@ -44,26 +44,26 @@ lightning:batch_to, copy to the device                        64     64     64  
 update/clipping.py:_all_reduce, copy to the host             152    152    152    152    152    152    152
 """,
     (2, "32-true"): """
-host waits                                                      zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:batch_to, blocking copy to the device                     2      2      2      2      2      2      2
-lightning:reduce_boolean_decision, blocking copy to the device      2      2      2      2      2      2      2
-lightning:reduce_boolean_decision, item                             2      2      2      2      2      2      2
-update/clipping.py:_all_reduce, blocking copy to the host           1      1      1      1      1      1      1
-pageable bytes                                                  zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+host waits                                                        zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+lightning:_broadcast_sigterm_tensor, blocking copy to the device      2      2      2      2      2      2      2
+lightning:_broadcast_sigterm_tensor, item                             2      2      2      2      2      2      2
+lightning:batch_to, blocking copy to the device                       2      2      2      2      2      2      2
+update/clipping.py:_all_reduce, blocking copy to the host             1      1      1      1      1      1      1
+pageable bytes                                                    zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+lightning:_broadcast_sigterm_tensor, copy to the device              16     16     16     16     16     16     16
 lightning:batch_to, copy to the device                              128    128    128    128    128    128    128
-lightning:reduce_boolean_decision, copy to the device              16     16     16     16     16     16     16
-update/clipping.py:_all_reduce, copy to the host                  168    168    168    168    168    168    168
+update/clipping.py:_all_reduce, copy to the host                    168    168    168    168    168    168    168
 """,
     (2, "bf16-true"): """
-host waits                                                      zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:batch_to, blocking copy to the device                     2      2      2      2      2      2      2
-lightning:reduce_boolean_decision, blocking copy to the device      2      2      2      2      2      2      2
-lightning:reduce_boolean_decision, item                             2      2      2      2      2      2      2
-update/clipping.py:_all_reduce, blocking copy to the host           1      1      1      1      1      1      1
-pageable bytes                                                  zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+host waits                                                        zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+lightning:_broadcast_sigterm_tensor, blocking copy to the device      2      2      2      2      2      2      2
+lightning:_broadcast_sigterm_tensor, item                             2      2      2      2      2      2      2
+lightning:batch_to, blocking copy to the device                       2      2      2      2      2      2      2
+update/clipping.py:_all_reduce, blocking copy to the host             1      1      1      1      1      1      1
+pageable bytes                                                    zero0  zero1  zero2  zero3 zero1o zero2o zero3o
+lightning:_broadcast_sigterm_tensor, copy to the device              16     16     16     16     16     16     16
 lightning:batch_to, copy to the device                               64     64     64     64     64     64     64
-lightning:reduce_boolean_decision, copy to the device              16     16     16     16     16     16     16
-update/clipping.py:_all_reduce, copy to the host                  168    168    168    168    168    168    168
+update/clipping.py:_all_reduce, copy to the host                    168    168    168    168    168    168    168
 """,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -177,11 +178,8 @@ class Terminated(Lit):
     at: str
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        self._signal("forward", index == 1)
+        self._signal("forward", index == self.trainer.accumulate_grad_batches)
         return super().training_step(batch, index)
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
-        self._signal("end", index == 1)
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.notes.append((self.trainer.global_step, index))
@@ -194,19 +192,24 @@ class Terminated(Lit):
             signal.raise_signal(signal.SIGTERM)
 
 
-def terminate(at: str, folder: str) -> tuple[int, list[Any], bool, bool]:
+def terminate(at: str, micro: int, folder: str) -> tuple[int, list[Any], bool, bool]:
     """The steps of a fit that SIGTERM ends, its batches of validation, and whether the last weights were saved."""
     trainer = make_trainer(
         {"stage": 3},
         callbacks=[OnExceptionCheckpoint(folder)],
         enable_checkpointing=True,
-        limit_val_batches=0 if at == "forward" else 3,
+        accumulate_grad_batches=micro,
+        limit_val_batches=3 if at.startswith("validation") else 0,
         val_check_interval=1,
     )
-    lit = Terminated(Recipe(steps=6))
+    lit = Terminated(Recipe(steps=6, micro=micro))
     lit.at = at
     seconds = 0.2 if at == "validation" else 5.0
-    with mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", seconds), pytest.raises(SIGTERMException):
+    with (
+        mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", seconds),
+        mock.patch("lightning_zero.integration.signals._SECONDS_TO_LOOK", 0.0),
+        pytest.raises(SIGTERMException),
+    ):
         trainer.fit(lit)
     saved = torch.load(Path(folder, "on_exception.ckpt"), weights_only=True)
     after = state_of(trainer)
@@ -215,15 +218,15 @@ def terminate(at: str, folder: str) -> tuple[int, list[Any], bool, bool]:
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    ("at", "steps", "validated"), [("forward", 2, 0), ("end", 2, 3), ("validation", 1, 3), ("validations", 1, 2)]
-)
+@pytest.mark.parametrize(("at", "micro", "validated"), [("forward", 2, 0), ("validation", 1, 3), ("validations", 1, 2)])
 def test_sigterm_saves_and_ends_a_fit_on_all_ranks(
-    pool: RankPool, at: str, steps: int, validated: int, tmp_path: Path
+    pool: RankPool, at: str, micro: int, validated: int, tmp_path: Path
 ) -> None:
-    """Before the next batch or the next validation, or in a validation where it has come to all."""
-    batches = [(1, index) for index in range(validated)]
-    assert pool.run_within(30.0, terminate, at, str(tmp_path)) == [(steps, batches, True, True)] * 2
+    """After a step, or in a validation where it has come to all."""
+    first, second = pool.run_within(30.0, terminate, at, micro, str(tmp_path))
+    steps, *_ = first
+    assert steps in ((2, 3) if at == "forward" else (1,))  # rank 0 may look just before the last rank tells it
+    assert first == second == (steps, [(1, index) for index in range(validated)], True, True)
 
 
 class Signalled(Lit):
@@ -241,8 +244,10 @@ class Signalled(Lit):
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         super().validation_step(batch, index)
-        if self.at == "validation":
+        if self.at in ("validation", "terminated"):
             self._signal()
+        if self.at == "terminated" and self.trainer.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
 
     def _signal(self) -> None:
         if self.trainer.global_step == 1 and dist.get_rank() == dist.get_world_size() - 1:
@@ -250,7 +255,8 @@ class Signalled(Lit):
             self.notes.append(sorted(path.name for path in Path(self.trainer.default_root_dir).glob("*.ckpt")))
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
-        if index == (0 if self.at == "validation" else 2 * self.trainer.accumulate_grad_batches - 1):
+        validated = self.at in ("validation", "terminated")
+        if index == (0 if validated else 2 * self.trainer.accumulate_grad_batches - 1):
             self.after = state_of(self.trainer)
 
 
@@ -267,13 +273,14 @@ def requeue(at: str, micro: int, options: dict[str, Any], folder: str) -> list[A
             ZeroStrategy(persistence_numel=0, **options),
             plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
             default_root_dir=folder,
-            limit_val_batches=1,
+            limit_val_batches=2 if at == "terminated" else 1,
             val_check_interval=1,
             accumulate_grad_batches=micro,
         )
         lit = Signalled(Recipe(micro=micro))
         lit.at = at
-        trainer.fit(lit)
+        with pytest.raises(SIGTERMException) if at == "terminated" else contextlib.nullcontext():
+            trainer.fit(lit)
     if rank == 0:
         (saved,) = Path(folder).glob("hpc_ckpt_*.ckpt")
         weights = torch.load(saved, weights_only=True)["state_dict"]
@@ -283,7 +290,7 @@ def requeue(at: str, micro: int, options: dict[str, Any], folder: str) -> list[A
 
 
 @ranks(2)
-@pytest.mark.parametrize(("at", "micro"), [("forward", 2), ("backward", 1), ("validation", 1)])
+@pytest.mark.parametrize(("at", "micro"), [("forward", 2), ("backward", 1), ("validation", 1), ("terminated", 1)])
 def test_a_requeued_job_saves_at_the_end_of_the_step(pool: RankPool, at: str, micro: int, tmp_path: Path) -> None:
     """Of the step, or of the validation, in which one rank was signalled: all ranks save there, once.
 
