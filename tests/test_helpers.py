@@ -230,7 +230,7 @@ def test_ranks_let_go_of_arguments(pool1: RankPool) -> None:
     assert pool1.run(count_circles) == [0]
 
 
-def leave_a_mess() -> None:
+def leave_a_mess(*_: object) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)
@@ -238,13 +238,14 @@ def leave_a_mess() -> None:
     os.environ["LEFT_OVER"] = "1"
     del os.environ["WORLD_SIZE"]
     os.chdir("/")
+    signal.signal(signal.SIGTERM, leave_a_mess)
     dist.new_group([0])
     random.random()
 
 
 def observe() -> tuple[Any, ...]:
     settings = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())
-    around = (list(warnings.filters), dict(os.environ), Path.cwd())
+    around = (list(warnings.filters), dict(os.environ), Path.cwd(), signal.getsignal(signal.SIGTERM))
     return *settings, *around, random.random(), torch.rand(1).item()
 
 

@@ -303,6 +303,8 @@ def reset_libraries(spec: RankSpec) -> None:
     torch.use_deterministic_algorithms(False)
     seed()
     rank_zero_only.rank = spec.rank
+    # A Trainer whose teardown raised leaves its handlers, and Lightning's next Trainer would call them, too.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def seed() -> None:
