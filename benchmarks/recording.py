@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import pickletools
+import re
 import struct
 import threading
 import zipfile
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALIGNMENT = 64  # alignment of records in torch's archives, in bytes
+_SAVE_ID = re.compile(r"_[0-9a-f]{16}(?=\.distcp$)")  # in the names of files of a folder
 LOCAL_HEADER = 30  # number of bytes before an entry's name in a zip archive
 
 OPERATIONS = (
@@ -157,7 +159,7 @@ def add_checkpoint(record: Record, name: str, path: Path) -> None:
     """Record all bytes of a file or folder, except the versions of packages and the time."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
-        inner = f"{name}/{file.relative_to(path)}"
+        inner = _SAVE_ID.sub("", f"{name}/{file.relative_to(path)}")
         if file.suffix in (".distcp", ".txt"):
             record.add("checkpoint", inner, sha256(file.read_bytes()))  # a row of archives, without the version
         elif zipfile.is_zipfile(file):
@@ -192,13 +194,13 @@ def _add_archive(record: Record, name: str, file: Path) -> None:
 
 
 def of_pickle(data: bytes) -> str:
-    """The operations of a pickle, without the version that wrote it and DCP's random identification."""
+    """The operations of a pickle, without the version that wrote it and the random identification of the save."""
     operations, previous, ours = [], None, False
     for operation, value, _ in pickletools.genops(data):
         if isinstance(value, str):
             ours |= value == "lightning_zero"
             left_out = previous == "save_id" or (ours and previous == "version")
             ours &= not left_out
-            previous, value = value, None if left_out else value
+            previous, value = value, None if left_out else _SAVE_ID.sub("", value)
         operations.append(f"{operation.name} {value!r}")
     return sha256("\n".join(operations).encode())

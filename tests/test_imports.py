@@ -41,7 +41,7 @@ INSIDE = {
         ("archive_reader", "stand_ins"),
         ("shards",),
         ("archive", "decoding", "safetensors"),
-        ("boxes", "commit", "lazy", "rng"),
+        ("boxes", "commit", "copies", "lazy", "rng"),
         ("remote",),
         ("errors", "tiles"),
     ),

@@ -9,6 +9,7 @@ its tensors are used.
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import pickle
 import weakref
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combined, leaves, read_directory, storages_of
-from lightning_zero.checkpoint.errors import NAMED, damaged, together
+from lightning_zero.checkpoint.copies import find_copies
+from lightning_zero.checkpoint.errors import NAMED, CheckpointError, damaged, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemotePath, readable
 from lightning_zero.checkpoint.tiles import TILE, bytes_of, checksum_of, read_at, split_range
@@ -43,7 +45,12 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
     what = f"read the checkpoint {path}"
     if not any(together(world, path.exists, what)):
         raise FileNotFoundError(errno.ENOENT, "Checkpoint file not found", str(path))  # Lightning's message
-    zipped, *_ = together(world, lambda: _is_zip(path), what)
+    first, *others = together(world, lambda: _directory(path), what)
+    if other := next((rank for rank, found in enumerate(others, start=1) if found != first), None):
+        raise CheckpointError(
+            f"could not {what}: rank {other} sees the file of another save than rank 0. Copy one of them to every node"
+        )
+    zipped = first is not None
     if zipped and checksums:
         verify(path, world, weights_only)
     if isinstance(path, RemotePath):
@@ -59,24 +66,24 @@ def _load_remote(path: RemotePath, weights_only: bool) -> Any:
         return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
-def _is_zip(path: Location) -> bool:
-    """Whether a file is a zip archive; otherwise it has the format of torch before version 1.6.
+def _directory(path: Location) -> str | None:
+    """A digest of a zip archive's directory; ``None`` for a file in the format of torch before version 1.6.
 
     Raises:
         ValueError: it is an archive without the directory at its end.
     """
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
-            return False
+            return None
         try:
-            read_directory(file)
+            entries = read_directory(file)
         except zipfile.BadZipFile as error:
             raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
-    return True
+    return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 def verify(path: Location, world: Group, weights_only: bool = True) -> None:
-    """Verify the checksums of an archive's records; each rank reads a part of the file. Collective.
+    """Verify the checksums of an archive's records; each rank reads a part of the copy that it sees. Collective.
 
     Args:
         path: path of the archive.
@@ -86,12 +93,13 @@ def verify(path: Location, world: Group, weights_only: bool = True) -> None:
     Raises:
         CheckpointError: a checksum does not match; raised on all ranks.
     """
+    copies = find_copies(path, world)
     with path.open("rb") as archive:
         entries = read_directory(archive)
 
     def sums() -> list[Checksum]:
         total = sum(entry.nbytes for entry in entries)
-        low, high = (total * rank // world.size for rank in (world.rank, world.rank + 1))
+        low, high = (total * rank // copies.size for rank in (copies.rank, copies.rank + 1))
         found, begins, file = [], 0, readable(path)
         for entry in entries:
             first, last = (min(max(edge - begins, 0), entry.nbytes) for edge in (low, high))
@@ -103,13 +111,14 @@ def verify(path: Location, world: Group, weights_only: bool = True) -> None:
         return found
 
     every = together(world, sums, f"verify the checkpoint {path}")
-    found = by_record(entries, (checksum for checksums in every for checksum in checksums))
-    # 0 means no checksum: writers may leave them out.
-    wrong = [entry for entry in entries if entry.crc and combined(found[entry.name]) != entry.crc]
-    if wrong:
-        first, rest = wrong[:NAMED], wrong[NAMED:]
-        names = [_tensor_name(path, entry.record(readable(path)), weights_only) for entry in first]
-        raise damaged(path, names + [entry.name for entry in rest])
+    for number, ranks in enumerate(copies.ranks):
+        found = by_record(entries, (checksum for rank in ranks for checksum in every[rank]))
+        # 0 means no checksum: writers may leave them out.
+        wrong = [entry for entry in entries if entry.crc and combined(found[entry.name]) != entry.crc]
+        if wrong:
+            first, rest = wrong[:NAMED], wrong[NAMED:]
+            names = [_tensor_name(path, entry.record(readable(path)), weights_only) for entry in first]
+            raise damaged(path, names + [entry.name for entry in rest], copies.place(number))
 
 
 def _tensor_name(path: Location, record: Record, weights_only: bool) -> str:

@@ -58,9 +58,9 @@ class Destination(ABC):
     def is_mine(self) -> bool:
         """Whether this rank completes a folder."""
 
+    @abstractmethod
     def name_of(self, file: str) -> str:
-        """The path of a rank's ``file`` relative to the folder."""
-        return file
+        """The path of a rank's ``file`` relative to the folder, in which :attr:`save_id` occurs."""
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[Writable]:
@@ -121,6 +121,12 @@ class LocalDestination(Destination):
     @override
     def is_mine(self) -> bool:
         return self._draft is not None
+
+    @override
+    def name_of(self, file: str) -> str:
+        # A file of another save must not pass for it: people copy files between the folders of several nodes.
+        stem, dot, suffix = file.rpartition(".")
+        return f"{stem}_{self.save_id}{dot}{suffix}"
 
     @contextlib.contextmanager
     @override

@@ -16,10 +16,10 @@ class CheckpointError(RuntimeError):
     """Raised when a checkpoint cannot be written, read or converted; the message says what to do."""
 
 
-def damaged(path: object, names: Iterable[str]) -> CheckpointError:
-    """The error for a checkpoint in which the checksums of the tensors ``names`` do not match."""
+def damaged(path: object, names: Iterable[str], place: str = "") -> CheckpointError:
+    """The error for a checkpoint in which the checksums of the tensors ``names`` do not match, at the end ``place``."""
     return CheckpointError(
-        f"{path} is damaged: the checksum of {shortened(names)} does not match. Use an earlier checkpoint"
+        f"{path} is damaged: the checksum of {shortened(names)} does not match{place}. Use an earlier checkpoint"
         f"{advice(Case.DAMAGED, '; ')}"
     )
 

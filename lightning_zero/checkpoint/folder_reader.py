@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 from lightning_zero.checkpoint import archive, archive_reader
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
 from lightning_zero.checkpoint.commit import META, METADATA
+from lightning_zero.checkpoint.copies import Copies, find_copies
 from lightning_zero.checkpoint.errors import NAMED, CheckpointError, damaged, together
 from lightning_zero.checkpoint.lazy import StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemoteFile, RemotePath, nbytes_of
@@ -55,7 +56,10 @@ _METADATA_NAMES = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }
-_APART = "If each node has written a folder of its own, copy the files of all these folders into each, or into one"
+_APART = (
+    "If each node has written a folder of its own, copy the files of all these folders into each, or into one; files "
+    "of another save do not count"
+)
 
 
 def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
@@ -95,7 +99,10 @@ def _open(path: Location, world: Group) -> Folder:
 
     missing = together(world, open_folder, what)
     if len(set(together(world, lambda: folders[0].save_id, what))) > 1:
-        raise CheckpointError(f"could not {what}: ranks see folders of several saves; use an earlier checkpoint")
+        raise CheckpointError(
+            f"could not {what}: ranks see folders of several saves; copy the files of one save to every node, or use "
+            "an earlier checkpoint"
+        )
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
             f"could not {what}: {len(lost)} of its files are missing: {', '.join(lost[:NAMED])}. {_APART}"
@@ -104,10 +111,11 @@ def _open(path: Location, world: Group) -> Folder:
 
 
 def _verify(folder: Folder, world: Group) -> None:
-    same_files = not any(together(world, folder.missing_files, f"read the checkpoint {folder.path}"))
-    found = together(world, lambda: folder.damaged(world if same_files else Group()), f"verify {folder.path}")
-    if names := sorted({name for own in found for name in own}):
-        raise damaged(folder.path, names)
+    copies = find_copies(folder.path / METADATA, world)
+    found = together(world, lambda: folder.damaged(copies), f"verify {folder.path}")
+    for number, ranks in enumerate(copies.ranks):
+        if names := sorted({name for rank in ranks for name in found[rank]}):
+            raise damaged(folder.path, names, copies.place(number))
 
 
 def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
@@ -194,17 +202,21 @@ class Folder:
             with contextlib.suppress(CheckpointError, OSError):  # who reads it gets this error
                 self._file(info)
 
-    def damaged(self, world: Group) -> list[str]:
-        """Names of entries whose checksums do not match, among this rank's part of the entries in existing files."""
+    def damaged(self, copies: Copies) -> list[str]:
+        """Names of entries whose checksums do not match, among this rank's part of the entries in existing files.
+
+        Args:
+            copies: the copies of the folder that ranks see.
+        """
         stored = self._header.storage_data.items()
         once = {(info.relative_path, info.offset): (index, info) for index, info in stored}
         ordered = sorted(once.values(), key=lambda entry: -entry[1].length)
         # Entries in descending size go to the ranks in order and back, so that all ranks read about the same amount.
-        order = [*range(world.size), *reversed(range(world.size))]
+        order = [*range(copies.size), *reversed(range(copies.size))]
         return [
             index.fqn
             for number, (index, info) in enumerate(ordered)
-            if order[number % len(order)] == world.rank
+            if order[number % len(order)] == copies.rank
             and nbytes_of(self.path / info.relative_path) is not None
             and not self._is_intact(info)
         ]

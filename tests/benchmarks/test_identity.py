@@ -73,10 +73,18 @@ def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> No
 
     def digest(version: str, name: str, value: str) -> str:
         return recording.of_pickle(
-            pickle.dumps({"lightning_zero": {"version": version, "stage": value}, "save_id": name}, 2)
+            pickle.dumps(
+                {
+                    "lightning_zero": {"version": version, "stage": value},
+                    "save_id": name,
+                    "file": f"__0_0_{name}.distcp",
+                },
+                2,
+            )
         )
 
-    assert digest("1", "a", "x") == digest("2", "b", "x") != digest("1", "a", "y")
+    first, second = "0123456789abcdef", "fedcba9876543210"
+    assert digest("1", first, "x") == digest("2", second, "x") != digest("1", first, "y")
 
 
 def work(arguments: bytes) -> None:

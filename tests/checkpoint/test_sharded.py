@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -94,6 +95,12 @@ def test_the_intersection_of_boxes(edges: list[tuple[int, int, int, int]]) -> No
 # ------------------------------------------------------------------------------------------------------------ contents
 
 
+def part_of(folder: Path, rank: int) -> Path:
+    """The file of a rank; the identification of the save is in its name."""
+    (part,) = folder.glob(f"__{rank}_0*.distcp")
+    return part
+
+
 @pytest.mark.slow
 @ranks(2)
 def test_lightning_consolidates_it(pool: RankPool, tmp_path: Path) -> None:
@@ -114,8 +121,8 @@ def test_it_holds_what_the_file_holds(pool: RankPool, tmp_path: Path) -> None:
     one, other = load(folder, ALONE), load(file, ALONE)
     assert one.keys() == other.keys()
     assert_equal_trees(one, other)
-    names = {"README.txt", "meta.pt", ".metadata", *(f"__{rank}_0.distcp" for rank in range(pool.world_size))}
-    assert files_in(folder) == names
+    parts = {part_of(folder, rank).name for rank in range(pool.world_size)}
+    assert files_in(folder) == {"README.txt", "meta.pt", ".metadata", *parts}
     with pytest.raises(IsADirectoryError):  # nothing of this package runs there
         DDPStrategy().load_checkpoint(folder)
     assert "ddp, fails with IsADirectoryError" in (folder / "README.txt").read_text()
@@ -291,7 +298,6 @@ def plain(value: Tensor) -> Tensor:
 
 def save_alone(tree: Any, path: Path, checksums: bool) -> None:
     saving = begin("sharded", {"pytorch-lightning_version": "2", **tree}, path, None, ALONE, checksums)
-    assert saving is not None
     saving.write(ALONE)
 
 
@@ -307,7 +313,7 @@ def test_any_weights_are_what_torch_reads(checksums: bool, tmp_path: Path) -> No
             assert (found[key].dtype, found[key].layout) == (value.dtype, value.layout)
             assert isinstance(found[key], Tagged) == isinstance(value, Tagged)
             assert torch.equal(plain(found[key]), plain(value)), key
-    assert (folder / "__0_0.distcp").stat().st_size < 21 << 20  # 20: no tied tensor twice, no whole one for a part
+    assert part_of(folder, 0).stat().st_size < 21 << 20  # 20: no tied tensor twice, no whole one for a part
 
 
 def contents_of(path: Path) -> object:
@@ -341,7 +347,6 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     for name in ("rename", "replace"):
         monkeypatch.setattr(Path, name, renamed_by(getattr(Path, name)))
     saving = begin(container, {"state_dict": {"w": torch.ones(5)}, "epoch": 3}, path, None, ALONE)
-    assert saving is not None
     saving.write(ALONE)
     assert named == ([META] if container == "sharded" else []) + [path.name]
     assert synced[tmp_path.stat().st_ino] == [path.name]
@@ -364,7 +369,7 @@ def test_a_tensor_with_too_few_values_is_not_written() -> None:
 def test_checksums_are_right_or_left_out(checksums: bool, tmp_path: Path) -> None:
     weights, folder = make_weights(), tmp_path / "a.ckpt"
     save_alone({"state_dict": weights}, folder, checksums)
-    data = (folder / "__0_0.distcp").read_bytes()
+    data = part_of(folder, 0).read_bytes()
     written = load_metadata(folder).storage_data
     assert {index.fqn for index in written} == {f"model.{key}" for key in weights}
     for index, info in written.items():
@@ -397,7 +402,7 @@ def folder(saved_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
-    shard = folder / "__1_0.distcp"
+    shard = part_of(folder, 1)
     whole = shard.read_bytes()
     info = max(
         ((i, s) for i, s in load_metadata(folder).storage_data.items() if s.relative_path == shard.name),
@@ -411,7 +416,7 @@ def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
     shard.write_bytes(whole[:-1])
     assert f"{shard} is truncated: it has {len(whole) - 1} of {len(whole)} bytes" in refusal(folder)
     shard.unlink()
-    assert "1 of its files are missing: __1_0.distcp" in refusal(folder)
+    assert f"1 of its files are missing: {shard.name}" in refusal(folder)
     shard.write_bytes(whole)
     metadata = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(metadata[:100])
@@ -548,7 +553,7 @@ def save_apart(strategy: Any, path: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda self: is_dir(self) and (own in self.parents or self == own))
         patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
-        own.mkdir()
+        own.mkdir(exist_ok=True)
         patch.chdir(own)
         trainer.save_checkpoint("a.ckpt")  # all ranks save under the path that rank 0 gives
     return warned
@@ -567,10 +572,11 @@ def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> Non
     assert "not all ranks share the file system of rank 0" in messages[0][0]
     homes = [tmp_path / str(rank) / "a.ckpt" for rank in range(pool.world_size)]
     for rank, home in enumerate(homes):
-        assert files_in(home) == {"README.txt", ".metadata", "meta.pt", f"__{rank}_0.distcp"}
+        assert files_in(home) == {"README.txt", ".metadata", "meta.pt", part_of(home, rank).name}
         assert (home / "meta.pt").read_bytes() == (homes[0] / "meta.pt").read_bytes()
     assert "copy the files of all these folders into each, or into one" in refusal(homes[0])
-    (homes[1] / "__1_0.distcp").rename(homes[0] / "__1_0.distcp")
+    part = part_of(homes[1], 1)
+    part.rename(homes[0] / part.name)
     pool.run(save_at_end, "zero3", RECIPE, str(tmp_path / "file.ckpt"))
     assert_equal_trees(load(homes[0], ALONE), load(tmp_path / "file.ckpt", ALONE))
     shutil.rmtree(homes[1])
@@ -579,6 +585,45 @@ def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> Non
             f"rank 1: CheckpointError: {homes[1]} is no checkpoint: a folder by "
             "torch.distributed.checkpoint has .metadata"
         )
+
+
+@ranks(2)
+def test_a_copy_from_an_earlier_save_does_not_pass_for_one(pool: RankPool, tmp_path: Path) -> None:
+    """Where someone copies the files of the other node into each folder, and has done so before."""
+    home, other = (tmp_path / str(rank) / "a.ckpt" for rank in range(2))
+    pool.run(save_apart, sharded("zero2"), str(tmp_path))
+    earlier = shutil.copy(part_of(other, 1), tmp_path)
+    pool.run(save_apart, sharded("zero2"), str(tmp_path))
+    shutil.copy(earlier, home)
+    later = part_of(other, 1)
+    assert f"1 of its files are missing: {later.name}" in refusal(home)
+    shutil.copy(later, home)
+    assert load(home, ALONE)["global_step"] == RECIPE.steps
+
+
+@ranks(2)
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_each_nodes_copy_is_verified(pool: RankPool, container: str, tmp_path: Path) -> None:
+    """All of it, and it must be of the save that the others have."""
+    weights = {name: torch.rand(1000) for name in "abcd"}
+    homes, later = [tmp_path / str(rank) for rank in range(2)], tmp_path / "later" / "a.ckpt"
+    begin(container, {"state_dict": weights}, homes[0] / "a.ckpt", (), ALONE).write(ALONE)
+    begin(container, {"state_dict": {name: w + 1 for name, w in weights.items()}}, later, (), ALONE).write(ALONE)
+    shutil.copytree(*homes)
+    for rank, (name, values) in itertools.product(range(2), weights.items()):
+        path = homes[rank] / "a.ckpt"
+        file = part_of(path, 0) if path.is_dir() else path
+        whole = file.read_bytes()
+        place = whole.index(values.numpy().tobytes())
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        tensor = f"['state_dict']['{name}']" if container == "full" else f"state_dict.{name}"
+        for message in pool.run(load_own, str(tmp_path)):
+            assert f"the checksum of {tensor} does not match in the copy that rank {rank} sees" in message
+        file.write_bytes(whole)
+    shutil.rmtree(homes[1])
+    shutil.copytree(later.parent, homes[1])
+    said = "the file of another save" if container == "full" else "folders of several saves"
+    assert all(said in message for message in pool.run(load_own, str(tmp_path)))
 
 
 @ranks(2)
@@ -852,7 +897,6 @@ def test_files_that_were_not_read_before_are_read_after_a_save_over_them(contain
     expected = {name: value.clone() for name, value in load(folder, ALONE)["state_dict"].items()}
     kept = load(folder, ALONE, checksums=False)["state_dict"]  # which would read them
     save = begin(container, {"state_dict": {"w": torch.ones(3)}}, folder, (), ALONE)
-    assert save is not None
     save.write(ALONE)
     assert_equal_trees(kept, expected)
 
@@ -863,7 +907,6 @@ def test_two_loads_of_a_path_are_two_checkpoints(container: str, tmp_path: Path)
 
     def write(form: str, path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         save = begin(form, {"state_dict": weights}, path, (), ALONE)
-        assert save is not None
         save.write(ALONE)
         return load(path, ALONE)["state_dict"]
 
