@@ -71,7 +71,7 @@ __all__ = [
     "state_for",
 ]
 
-CONTAINERS: dict[str, Callable[..., Save | None]] = {"full": file.begin, "sharded": folder.begin}
+CONTAINERS: dict[str, Callable[..., Save]] = {"full": file.begin, "sharded": folder.begin}
 # The containers on file systems that are reached by a URL.
 REMOTE_CONTAINERS: dict[str, Callable[..., Save]] = {"full": remote_file.begin, "sharded": folder.begin}
 
@@ -83,7 +83,7 @@ def begin(
     engines: Sequence[Engine],
     world: Group,
     checksums: bool = True,
-) -> Save | None:
+) -> Save:
     """Begin to write rank 0's ``checkpoint``. Collective.
 
     Args:
@@ -94,9 +94,6 @@ def begin(
         engines: the engines that hold the values of the lazy tensors; empty if there are none.
         world: the group of all ranks.
         checksums: write the CRC-32 of every tensor, as :func:`torch.save` does; otherwise 0 is written.
-
-    Returns:
-        The save; ``None``, with nothing written, if all ranks would write one file and some rank does not see it.
 
     Raises:
         CheckpointError: a rank has failed; raised on all ranks.

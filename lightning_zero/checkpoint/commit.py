@@ -40,11 +40,14 @@ class Save(ABC):
     Attributes:
         path: path of the checkpoint.
         spread: whether the ranks are on several file systems, so that each of these gets a folder of the same name.
+        gathered: whether rank 0 has gathered the whole checkpoint and writes it alone, since some rank does not see its
+            file.
         in_background: whether it can be written while training continues, after :meth:`hold`.
     """
 
     path: Location
     spread: bool = False
+    gathered: bool = False
     in_background: bool = True
 
     def write(self, world: Group) -> None:

@@ -2,7 +2,8 @@
 
 Rank 0 writes the archive without values under a temporary name. Then every rank writes its own slices of the tensors
 into the file, tile by tile. When everything is on the disk, rank 0 writes the checksums and renames the file. If a save
-fails before that, the previous file is unchanged; the leftover has a temporary name, and the next save removes it.
+fails before that, the previous file is unchanged; the leftover has a temporary name, and the next save removes it. If
+some rank does not see the file, rank 0 gathers all values, and writes them in the same way alone.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from lightning_zero.checkpoint.archive import (
 from lightning_zero.checkpoint.commit import Draft, Save
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
-from lightning_zero.checkpoint.shards import Key, across_ranks, source_of, values_of
+from lightning_zero.checkpoint.shards import Key, across_ranks, fetch_for_first, source_of, values_of
 from lightning_zero.checkpoint.tiles import TILE, Appending, copy_to_host, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
+from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Executor
 
 Missing = Mapping[Record, UntypedStorage | LazyTensor]
@@ -55,14 +57,8 @@ class _RecordSlice(NamedTuple):
     tiles: Iterable[Tensor]  # consecutive 1-D tensors with the contents
 
 
-def begin(
-    checkpoint: Any, path: Path, engines: Sequence[Engine], world: Group, checksums: bool = True
-) -> FileSave | None:
-    """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective.
-
-    Returns:
-        The save; ``None``, with nothing written, if some rank does not see the files of rank 0.
-    """
+def begin(checkpoint: Any, path: Path, engines: Sequence[Engine], world: Group, checksums: bool = True) -> FileSave:
+    """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective."""
     draft: Draft | None = None
     missing: Missing = {}
     with contextlib.ExitStack() as stack:
@@ -74,11 +70,13 @@ def begin(
             return draft.temporary, _sharded_records(missing, engines)
 
         temporary, sharded = on_first(world, make, f"begin the checkpoint {path}")
-        if not all(together(world, temporary.exists, f"look for {temporary}")):
-            return None
+        if all(together(world, temporary.exists, f"look for {temporary}")):
+            kind, slices = FileSave, [*_own_slices(sharded, engines), *_unsharded(missing)]
+        else:
+            fetch_for_first([value for value in missing.values() if isinstance(value, LazyTensor)], engines)
+            kind, slices = GatheredFileSave, [*_gathered(missing), *_unsharded(missing)]
         stack.pop_all()
-        slices = [*_own_slices(sharded, engines), *_unsharded(missing)]
-        return FileSave(path, temporary, slices, draft, missing, checksums)
+        return kind(path, temporary, slices, draft, missing, checksums)
 
 
 def write_alone(checkpoint: Any, path: Path) -> None:
@@ -88,9 +86,7 @@ def write_alone(checkpoint: Any, path: Path) -> None:
         CheckpointError: it cannot be written; an older file at ``path`` is then unchanged.
     """
     alone = Group()
-    save = begin(checkpoint, path, (), alone)
-    assert save is not None
-    save.write(alone)
+    begin(checkpoint, path, (), alone).write(alone)
 
 
 @dataclass
@@ -150,13 +146,36 @@ class FileSave(Save):
             self.draft.close()
 
 
+class GatheredFileSave(FileSave):
+    """A save of rank 0 alone, which holds all values."""
+
+    gathered = True
+    in_background = False  # a copy of them would take as much host memory again
+
+    @override
+    def _write(self, rank: int) -> list[Checksum]:
+        return [] if self.draft is None else super()._write(rank)
+
+
 def _sharded_records(missing: Missing, engines: Sequence[Engine]) -> list[_ShardedRecord]:
     """The records that all ranks write together."""
     return [
         _ShardedRecord(record, across_ranks(source_of(tensor, engines)), tensor.param)
-        for record, tensor in missing.items()
-        if isinstance(tensor, LazyTensor) and not isinstance(tensor, StoredTensor)
+        for record, tensor in _sharded(missing)
     ]
+
+
+def _sharded(missing: Missing) -> Iterator[tuple[Record, LazyTensor]]:
+    for record, tensor in missing.items():
+        if isinstance(tensor, LazyTensor) and not isinstance(tensor, StoredTensor):
+            yield record, tensor
+
+
+def _gathered(missing: Missing) -> Iterator[_RecordSlice]:
+    """Sharded records, whole, of values that rank 0 has fetched."""
+    for record, tensor in _sharded(missing):
+        values = MemoryFormat(tensor.shape, tensor.stride()).flatten(tensor.fetch())
+        yield _RecordSlice(record, 0, values.split(TILE // values.itemsize))
 
 
 def _unsharded(missing: Missing) -> Iterator[_RecordSlice]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,6 +24,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.integration import private
 from lightning_zero.integration.advice import WEIGHTS_ALONE
 from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.sharding.compiled import plain_names
@@ -85,6 +86,8 @@ class CheckpointingStrategy(EngineStrategy):
         if self._mesh is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if self._is_ours:
+            check_storage_options(storage_options)
         engines = [] if self._engine is None else [self._engine]
         if any(bucket.rounded for engine in engines for bucket in engine.buckets):
             rank_zero_warn(
@@ -111,37 +114,21 @@ class CheckpointingStrategy(EngineStrategy):
         world: Group,
         engines: Sequence[Engine],
     ) -> None:
-        form = self.options.checkpoint_format
-        if self._is_ours and storage_options is None:
-            path = _checkpoint.locate_first(filepath, world)
+        if self._is_ours:
+            path, form = _checkpoint.locate_first(filepath, world), self.options.checkpoint_format
             save = _checkpoint.begin(form, checkpoint, path, engines, world, checksums=self.options.checksums)
-            if save is not None:
-                self._write(save, world)
-                return
-            rank_zero_warn(
-                f"not all ranks share the file system of {filepath} with rank 0. Therefore rank 0 gathers the whole "
-                "checkpoint first, which takes time and host memory. Save to a file system that all nodes share, or "
-                "use checkpoint_format='sharded'"
-            )
-        elif form != "full" or self.options.async_save:
-            rank_zero_warn(
-                f"{type(self.checkpoint_io).__name__} writes {filepath}. Therefore rank 0 gathers the whole checkpoint "
-                "first, and training waits for it. checkpoint_format and async_save work only without your own "
-                "CheckpointIO and without storage_options"
-            )
+            self._write(save, world)
+            return
+        warn_of_other_writer(self.checkpoint_io, filepath, self.options)
         _checkpoint.fetch_for_first(checkpoint, engines)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _write(self, save: _checkpoint.Save, world: Group) -> None:
-        if save.spread:
-            rank_zero_warn(
-                "not all ranks share the file system of rank 0: there will be a folder on each node. Copy the files of "
-                "all folders into each of them, or into one, before a run loads it"
-            )
+        warn_of_nodes(save)
         if self._background is not None and not save.in_background:
             rank_zero_warn(
-                f"training waits while rank 0 gathers and writes {save.path}: with async_save=True a remote checkpoint "
-                "needs checkpoint_format='sharded'"
+                f"training waits while rank 0 gathers and writes {save.path}: at a URL, and where ranks share no file "
+                "system, async_save=True needs checkpoint_format='sharded'"
             )
         # Lightning requeues a job as soon as its SLURM checkpoint is there.
         beside = self._fitting and save.in_background and not save.path.name.startswith("hpc_ckpt_")
@@ -283,6 +270,44 @@ class CheckpointingStrategy(EngineStrategy):
             return False
         _checkpoint.rng.restore(rng, self._mesh.world.rank, self.root_device)
         return True
+
+
+def check_storage_options(storage_options: Any | None) -> None:
+    """Check on every rank the options for a ``CheckpointIO``, if the user has not passed one.
+
+    Raises:
+        TypeError: there are options.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            f"nothing takes storage_options={storage_options!r}: the strategy writes checkpoints itself. Pass a "
+            "CheckpointIO of your own that takes them, plugins=[...], or leave them out; for a URL set them in the "
+            "configuration of fsspec"
+        )
+
+
+def warn_of_other_writer(writer: CheckpointIO, path: private.PathLike, options: StrategyOptions) -> None:
+    """Warn that the user's ``CheckpointIO`` writes a checkpoint, if options of the strategy have no effect on it."""
+    if options.checkpoint_format != "full" or options.async_save:
+        rank_zero_warn(
+            f"{type(writer).__name__} writes {path}. Therefore rank 0 gathers the whole checkpoint first, and training "
+            "waits for it. checkpoint_format and async_save work only without your own CheckpointIO"
+        )
+
+
+def warn_of_nodes(save: _checkpoint.Save) -> None:
+    """Warn that ranks do not see the same files, of which the user may not think when a run is to resume."""
+    if save.spread:
+        rank_zero_warn(
+            "not all ranks share the file system of rank 0: there will be a folder on each node. Copy the files of "
+            "all folders into each of them, or into one, before a run loads it"
+        )
+    if save.gathered:
+        rank_zero_warn(
+            f"not all ranks share the file system of {save.path} with rank 0. Therefore rank 0 gathers the whole "
+            "checkpoint and writes it, which takes time and host memory. Save to a file system that all nodes share, "
+            "or use checkpoint_format='sharded'"
+        )
 
 
 class FileCheckpointIO(TorchCheckpointIO):

@@ -105,7 +105,6 @@ def test_optimizers_of_fabric_are_found_and_its_loss_scale(name: str, value: Any
     assert [optimizer.groups for optimizer in contents.optimizers] == [[ParameterGroup(["w"], {"lr": 0.1})]] * number
     assert contents.loss_scale == 8.0
     save = begin("sharded", saved, tmp_path / "folder", (), Group())
-    assert save is not None
     save.write(Group())
     assert consolidate(tmp_path / "folder", tmp_path / "one.ckpt").optimizers == number
     assert describe(tmp_path / "folder").optimizers == contents.optimizers

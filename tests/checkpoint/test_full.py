@@ -17,17 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, save_after_fit, save_at_end
+from helpers import place
 from helpers.ranks import RankPool, ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric import Fabric
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from strategy.fits import Lit, Recipe, assert_same, make_trainer, state_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_zero import CheckpointError
+from lightning_zero import CheckpointError, ZeroFabricStrategy
 from lightning_zero.checkpoint import archive, begin, load, locate, rng, shards, tiles
 from lightning_zero.checkpoint import file as file_container
+from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import Group
 
 RECIPE = Recipe(optimizer="adamw", steps=2, options={"lr": 0.05})
@@ -36,7 +39,6 @@ ALONE = Group()
 
 def save(tree: Any, path: Path, checksums: bool = True) -> None:
     saving = begin("full", tree, path, None, ALONE, checksums)
-    assert saving is not None
     saving.write(ALONE)
 
 
@@ -271,29 +273,52 @@ def test_replicas_share_the_work(pool: RankPool, tmp_path: Path) -> None:
     assert is_intact(path)
 
 
-def save_seen_by_one(name: str, path: str) -> list[str]:
-    trainer = make_trainer(name)
-    trainer.fit(Resumable(RECIPE))
+@contextlib.contextmanager
+def seen_by_one() -> Iterator[list[str]]:
+    """As if rank 0 had a file system of its own; collects the warnings."""
     exists, warned = Path.exists, []
-    Path.exists = lambda self: dist.get_rank() == 0 and exists(self)  # type: ignore[method-assign, assignment]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
-            trainer.save_checkpoint(path)
-    finally:
-        Path.exists = exists  # type: ignore[method-assign]
-    return warned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", lambda self: dist.get_rank() == 0 and exists(self))
+        patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
+        yield warned
+
+
+def save_seen_by_one(strategy: Any, path: str) -> list[str]:
+    trainer = make_trainer(strategy)
+    trainer.fit(Resumable(RECIPE))
+    with seen_by_one() as warned:
+        trainer.save_checkpoint(path)
+    fabric = Fabric(accelerator=place.accelerator(), devices=2, strategy=ZeroFabricStrategy(2))
+    fabric.launch()
+    with seen_by_one() as more:
+        fabric.save(f"{path}.fabric", {"layer": fabric.setup(nn.Linear(8, 8))})
+    return warned + more
 
 
 @ranks(2)
 def test_without_a_shared_file_system_rank_0_writes_everything(pool: RankPool, tmp_path: Path) -> None:
-    name = "zero3"
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    messages = pool.run(save_seen_by_one, name, str(path))
-    assert "not all ranks share" in messages[0][0]
-    pool.run(save_at_end, name, RECIPE, str(other))
+    strategy = {**STRATEGIES["zero3"], "checksums": False, "persistence_numel": 0}
+    messages = pool.run(save_seen_by_one, strategy, str(path))
+    assert ["not all ranks share" in message for message in messages[0]] == [True, True]  # of Trainer and Fabric
+    pool.run(save_at_end, strategy, RECIPE, str(other))
     assert_same_files(path, other)
-    assert files_in(tmp_path) == {"a.ckpt", "b.ckpt"}
+    assert not any(record.crc for record in records_of(path) if record.name.startswith("data/"))
+    assert is_intact(tmp_path / "a.ckpt.fabric")
+    assert files_in(tmp_path) == {"a.ckpt", "a.ckpt.fabric", "b.ckpt"}
+
+
+def save_with_options(path: str) -> None:
+    trainer = make_trainer("zero2")
+    trainer.fit(Resumable(RECIPE))
+    with pytest.raises(TypeError, match=r"nothing takes storage_options=.*retries"):
+        trainer.save_checkpoint(path, storage_options={"retries": 3})
+
+
+@ranks(2)
+def test_storage_options_that_nothing_takes_are_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run_within(30, save_with_options, str(tmp_path / "a.ckpt"))
+    assert not files_in(tmp_path)
 
 
 def assert_same_files(first: Path, second: Path) -> None:
@@ -527,13 +552,19 @@ def full_disk_on_rank_0(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failing_sync(path: Path) -> Iterator[None]:
+def failing_sync(path: Path, victim: int = 1) -> Iterator[None]:
     def fsync(_: int) -> None:
         raise OSError(5, "Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if dist.get_rank() == victim:
             patch.setattr(os, "fsync", fsync)
+        yield
+
+
+@contextlib.contextmanager
+def failing_sync_of_the_only_writer(path: Path) -> Iterator[None]:
+    with seen_by_one(), failing_sync(path, victim=0):
         yield
 
 
@@ -544,6 +575,7 @@ def failing_sync(path: Path) -> Iterator[None]:
         (full_disk_on_rank_1, "rank 1: OSError: [Errno 27] File too large"),
         (full_disk_on_rank_0, "rank 0: "),
         (failing_sync, "rank 1: OSError: [Errno 5]"),
+        (failing_sync_of_the_only_writer, "rank 0: OSError: [Errno 5]"),
     ],
 )
 def test_a_failed_save_is_an_error_on_all_ranks_and_changes_nothing(
@@ -607,7 +639,6 @@ def test_a_relative_path_is_that_of_the_call(container: str, tmp_path: Path, mon
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     saving = begin(container, {"a": torch.ones(3)}, locate("a.ckpt"), (), ALONE)
-    assert saving is not None
     monkeypatch.chdir("elsewhere")
     saving.write(ALONE)
     assert files_in(tmp_path) == {"a.ckpt", "elsewhere"}

@@ -91,7 +91,6 @@ def test_state_of_whole_parameters(pool: RankPool, tmp_path: Path) -> None:
 
 def write(form: str, tree: dict[str, Any], path: str) -> None:
     save = begin(form, tree, locate(path), (), ALONE)
-    assert save is not None
     save.write(ALONE)
 
 

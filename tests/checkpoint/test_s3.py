@@ -99,6 +99,5 @@ def test_a_bucket_holds_what_a_folder_holds(form: str, endpoint: str, pool: Rank
 def test_a_file_of_many_parts(form: str, endpoint: str) -> None:
     tree = {"state_dict": {f"w{n}": torch.randn(3_000_000) for n in range(4)}}  # 48 MB, in parts of 8 MiB
     save = begin(form, tree, locate(f"s3://bucket/{form}-large.ckpt"), (), ALONE)
-    assert save is not None
     save.write(ALONE)
     assert_equal_trees(load(locate(f"s3://bucket/{form}-large.ckpt"), ALONE), tree)

@@ -595,6 +595,13 @@ def misuse(path: str) -> None:
     fabric.clip_gradients(sharded, optimizer, clip_val=0.5)
     assert max(float(full_grad(p).abs().max()) for p in first.parameters()) == 0.5
     fabric.save(path, {"model": sharded})
+    with pytest.raises(TypeError, match=r"nothing takes storage_options=.*retries"):
+        strategy.save_checkpoint(path, {"model": first}, storage_options={"retries": 3})
+    warned: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.integration.fabric.checkpointing.rank_zero_warn", warned.append)
+        fabric.save(f"{path}.list", {"models": [sharded]}, filter={"models": lambda *_: False})
+    assert "the filter of 'models' has no effect: the entry is a list" in warned[0]
     with pytest.raises(KeyError, match="has no 'optimizer'; it has 'model'"):
         fabric.load(path, {"model": sharded, "optimizer": optimizer})
     weight = full_param(first.head.weight)

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -14,7 +15,12 @@ from typing_extensions import override
 from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.checkpoint.folder_reader import OF_TRAINER
 from lightning_zero.integration import private
-from lightning_zero.integration.checkpointing import WRITTEN_BY
+from lightning_zero.integration.checkpointing import (
+    WRITTEN_BY,
+    check_storage_options,
+    warn_of_nodes,
+    warn_of_other_writer,
+)
 from lightning_zero.integration.fabric.base import EnginesStrategy
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.version import __version__
@@ -62,29 +68,41 @@ class CheckpointingStrategy(EnginesStrategy):
         Args:
             path: of the file, or of the folder with ``checkpoint_format="sharded"``.
             state: objects by name; values may be lists of modules or optimizers.
-            storage_options: for the ``CheckpointIO``, which then writes on rank 0 alone.
-            filter: functions by name of an entry, which say which of its items to save. Reading the values of a sharded
-                item gathers it; do this on all ranks.
+            storage_options: for a ``CheckpointIO`` of the user's, which writes on rank 0 alone.
+            filter: functions by name of an entry, which say which of its items to save; an entry that is no dictionary
+                has none, and is saved. Reading the values of a sharded item gathers it; do this on all ranks.
+
+        Raises:
+            CheckpointError: a rank has failed; raised on all ranks.
+            TypeError: there are storage options and no ``CheckpointIO`` of the user's.
         """
         if self._mesh is None:
             raise RuntimeError("fabric.save was called before fabric.launch(); call fabric.launch() first")
+        if self._is_ours:
+            check_storage_options(storage_options)
         contents = {key: self._state_of(value) for key, value in state.items()}
         for key, keeps in (filter or {}).items():
             if isinstance(contents[key], dict):
                 contents[key] = {name: value for name, value in contents[key].items() if keeps(name, value)}
+            else:
+                rank_zero_warn(
+                    f"the filter of {key!r} has no effect: the entry is a {type(state[key]).__name__}, and saved as it "
+                    "is. Give a module, an optimizer or a dictionary a name of its own in the state to filter its items"
+                )
         contents[WRITTEN_BY] = self._written_by(self._mesh)
         if "state_dict" in contents:  # the Trainer's name of the weights; it loads no checkpoint without this entry
             contents.setdefault(OF_TRAINER, lightning.__version__)
         _checkpoint.follow_first(self.engines)
         world = self._mesh.world
         with _checkpoint.pickled_as_masters(self.engines):
-            if self._is_ours and storage_options is None:
+            if self._is_ours:
                 form, checksums = self.options.checkpoint_format, self.options.checksums
                 target = _checkpoint.locate_first(path, world)
                 save = _checkpoint.begin(form, contents, target, self.engines, world, checksums=checksums)
-                if save is not None:
-                    save.write(world)
-                    return
+                warn_of_nodes(save)
+                save.write(world)
+                return
+            warn_of_other_writer(self.checkpoint_io, path, self.options)
             _checkpoint.fetch_for_first(contents, self.engines)
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(contents, path, storage_options)
