@@ -19,14 +19,15 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from typing_extensions import Buffer
 
 from lightning_zero.checkpoint import archive, archive_reader
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
-from lightning_zero.checkpoint.commit import META, METADATA
+from lightning_zero.checkpoint.commit import INCOMPLETE, META, METADATA
 from lightning_zero.checkpoint.copies import Copies, find_copies
-from lightning_zero.checkpoint.errors import NAMED, CheckpointError, damaged, together
+from lightning_zero.checkpoint.errors import CheckpointError, damaged, shortened, together
 from lightning_zero.checkpoint.lazy import StoredTensor, loaded_from
 from lightning_zero.checkpoint.remote import Location, RemoteFile, RemotePath, nbytes_of
 from lightning_zero.checkpoint.tiles import OpenFile, Readable, bytes_of, checksum_of, read_at
@@ -56,7 +57,7 @@ _METADATA_NAMES = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }
-_APART = (
+APART = (  # what to do where files are missing
     "If each node has written a folder of its own, copy the files of all these folders into each, or into one; files "
     "of another save do not count"
 )
@@ -104,9 +105,7 @@ def _open(path: Location, world: Group) -> Folder:
             "an earlier checkpoint"
         )
     if lost := sorted(set.intersection(*missing)):
-        raise CheckpointError(
-            f"could not {what}: {len(lost)} of its files are missing: {', '.join(lost[:NAMED])}. {_APART}"
-        )
+        raise CheckpointError(f"could not {what}: {len(lost)} of its files are missing: {shortened(lost)}. {APART}")
     return folders[0]
 
 
@@ -148,14 +147,19 @@ class Folder:
     def __init__(self, path: Location) -> None:
         self.path = path
         if not (path / METADATA).is_file():
-            raise CheckpointError(f"{path} is no checkpoint: a folder by torch.distributed.checkpoint has {METADATA}")
+            raise CheckpointError(
+                f"{path} is no checkpoint: a folder by torch.distributed.checkpoint has {METADATA}{_instead(path)}"
+            )
         with (path / METADATA).open("rb") as file:
             try:
                 self._header = _MetadataUnpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
         if not self.meta.is_file():
-            raise CheckpointError(f"{path} was never completed: it has no {META}. Use another checkpoint")
+            raise CheckpointError(
+                f"{path} has no {META}, which is written last: it was never completed, or not copied as a whole, or is "
+                "no folder of Lightning. Copy all of it again, or use another checkpoint"
+            )
         self._stored: list[_Stored] = []
         self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by file and offset of a box
         self._open = functools.partial(_open_remote, path) if isinstance(path, RemotePath) else _OpenFolder(path)
@@ -332,7 +336,7 @@ class Folder:
             try:
                 self._files[name] = self._open(name)
             except FileNotFoundError as error:
-                raise CheckpointError(f"{self.path / name} is missing. {_APART}") from error
+                raise CheckpointError(f"{self.path / name} is missing. {APART}") from error
         return self._files[name]
 
 
@@ -347,6 +351,22 @@ def open_local_files() -> None:
     """
     for folder in [*_LOCAL]:
         folder.open_files()
+
+
+def _instead(path: Location) -> str:
+    """The rest of a sentence on a folder that has no ``.metadata``: what is in it, and what to do; empty if unknown."""
+    if path.name.endswith(INCOMPLETE):
+        return "; it was never completed: load the last complete one beside it"
+    if not path.is_dir():
+        return ""
+    names = sorted(child.name for child in (path.iterdir() if isinstance(path, Path) else path.children()))
+    if any(name.endswith(DEFAULT_SUFFIX) for name in names):
+        return f". Its other files are there: copy {METADATA} as well, which a shell's * leaves out"
+    if inner := [name for name in names if name.endswith(".ckpt") or (path / name / METADATA).is_file()]:
+        return f". There are checkpoints in it: give the path of one, {shortened(inner)}"
+    if "latest" in names or any(name.endswith("_states.pt") for name in names):
+        return f". If DeepSpeed wrote it, `lightning-zero convert-deepspeed {path} OUT` makes a checkpoint of it"
+    return ""
 
 
 class _OpenFolder:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import CheckpointError, load
+from lightning_zero.checkpoint.commit import recover
 from lightning_zero.checkpoint.decoding import decoded_lazily
 from lightning_zero.checkpoint.file import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.tools.contents import cast, explained, optimizer_states, tied_names
+from lightning_zero.tools.contents import cast, check_file, explained, open_folder, optimizer_states, tied_names
 from lightning_zero.update import holds_compact
 
 
@@ -52,12 +53,9 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
     """
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} already exists; name another file, or replace it by --overwrite.")
+    recover(source)
     with explained(source):
-        if not source.is_dir() and not holds_compact(load(source, Group(), checksums=False)):
-            raise CheckpointError(
-                f"{source} is no folder, and has no 8-bit state in compact form; it needs no consolidation."
-            )
-        checkpoint = decoded_lazily(load(source, Group()))
+        checkpoint = decoded_lazily((_load_folder if source.is_dir() else _load_file)(source))
     named = checkpoint.get("state_dict", checkpoint.get("model"))  # users of Fabric call it so; it may be a list
     weights: dict[str, Any] = named if isinstance(named, dict) else {}
     if dtype is not None:
@@ -67,6 +65,20 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
                 weights[name] = weights[tied[name]] if name in tied else _convert(name, value, dtype)
     write_alone(checkpoint, path)
     return Consolidated(len(weights), len(optimizer_states(checkpoint)), path.stat().st_size)
+
+
+def _load_folder(path: Path) -> Any:
+    with explained(open_folder(path).meta):  # the file whose objects may be refused
+        return load(path, Group())
+
+
+def _load_file(path: Path) -> Any:
+    check_file(path)
+    if not holds_compact(load(path, Group(), checksums=False)):
+        raise CheckpointError(
+            f"{path} is no folder, and has no 8-bit state in compact form; it needs no consolidation."
+        )
+    return load(path, Group())
 
 
 def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

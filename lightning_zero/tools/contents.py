@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archive import leaves
-from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.folder_reader import Folder, as_one
+from lightning_zero.checkpoint.commit import is_sharded, recover
+from lightning_zero.checkpoint.errors import CheckpointError, shortened
+from lightning_zero.checkpoint.folder_reader import APART, Folder, as_one
 from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.checkpoint.remote import Location
 from lightning_zero.update import state_as_kept
 
 # Errors that `torch.load` raises for a file that is truncated, changed, or was written by another program.
@@ -162,11 +164,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         CheckpointError: it is not a Lightning checkpoint, is damaged, or cannot be read safely.
         OSError: it cannot be opened.
     """
+    recover(path)
     if path.is_dir():
-        folder = Folder(path)
-        if missing := sorted(folder.missing_files()):
-            raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is missing.")
+        folder = open_folder(path)
         assert isinstance(folder.meta, Path)  # as `path` is
+        _check_archive(folder.meta)
         meta, opaque = _read_file(folder.meta)
 
         def read(file: IO[bytes]) -> Any:
@@ -177,6 +179,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         with explained(path):
             checkpoint = as_one(folder.entries(read), meta)
     else:
+        check_file(path)
         checkpoint, opaque = _read_file(path)
     if isinstance(checkpoint, dict) and "state_dict" not in checkpoint and isinstance(checkpoint.get("model"), Mapping):
         checkpoint["state_dict"] = checkpoint.pop("model")  # as users of Fabric call it
@@ -189,7 +192,31 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
     return checkpoint, sorted(set(opaque))
 
 
-def _read_file(path: Path) -> tuple[Any, list[str]]:
+def open_folder(path: Path) -> Folder:
+    """Open a checkpoint that is a folder.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or damaged, or files of it are missing.
+    """
+    folder = Folder(path)
+    if missing := sorted(folder.missing_files()):
+        raise CheckpointError(f"{path} is incomplete, without {shortened(missing)}. {APART}.")
+    return folder
+
+
+def check_file(path: Path) -> None:
+    """Check that a file is a whole archive of :func:`torch.save`, and no part of a folder.
+
+    Raises:
+        CheckpointError: it is not.
+        OSError: it cannot be opened.
+    """
+    if path.is_file() and is_sharded(path.parent):
+        raise CheckpointError(f"{path} is a part of the checkpoint {path.parent}; give the path of this folder.")
+    _check_archive(path)
+
+
+def _check_archive(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise CheckpointError(
@@ -201,6 +228,9 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
             f"{path} is damaged: the end of the archive is missing, as after an interrupted copy or save. "
             "Copy it again, or use another checkpoint."
         )
+
+
+def _read_file(path: Path) -> tuple[Any, list[str]]:
     with explained(path):
         return _read_safely(os.fspath(path), mmap=True)
 
@@ -216,7 +246,7 @@ def _read_safely(file: str | IO[bytes], mmap: bool = False) -> tuple[Any, list[s
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Location) -> Iterator[None]:
     """A context that turns torch's errors into a :class:`CheckpointError` that says what is wrong."""
     try:
         yield

@@ -423,7 +423,7 @@ def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
     assert ".metadata is damaged" in refusal(folder)
     (folder / ".metadata").write_bytes(metadata)
     (folder / "meta.pt").unlink()
-    assert "never completed: it has no meta.pt" in refusal(folder)
+    assert "a.ckpt has no meta.pt, which is written last" in refusal(folder)
 
 
 class Harmful:
@@ -676,6 +676,43 @@ def test_consolidate(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
     assert_equal_trees(torch.load(one, weights_only=True), expected)
     assert verb("consolidate", one, tmp_path / "two.ckpt").exit_code == 1
     assert files_in(tmp_path) == {"a.ckpt", "one.ckpt", "file.ckpt"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "source", "said"),
+    [
+        (lambda folder: None, "", "There are checkpoints in it: give the path of one, a.ckpt"),
+        (lambda folder: None, "a.ckpt/meta.pt", "is a part of the checkpoint {folder}; give the path of this folder"),
+        (lambda folder: (folder / ".metadata").unlink(), "a.ckpt", "copy .metadata as well, which a shell's * leaves"),
+        (lambda folder: part_of(folder, 0).unlink(), "a.ckpt", "If each node has written a folder of its own, copy"),
+        (lambda folder: (folder.parent / "text").write_text("text"), "text", "text is not a checkpoint: torch.save"),
+        (lambda folder: make_files(folder.parent / "ds", "latest"), "ds", "convert-deepspeed {folder.parent}/ds OUT"),
+        (lambda folder: make_files(folder.parent / ".1.incomplete", "lock"), ".1.incomplete", "was never completed"),
+    ],
+)
+def test_consolidate_says_what_else_it_was_given(
+    spoil: Callable[[Path], object], source: str, said: str, folder: Path, tmp_path: Path
+) -> None:
+    spoil(folder)
+    for arguments in (("consolidate", tmp_path / source, tmp_path / "one.ckpt"), ("inspect", tmp_path / source)):
+        result = verb(*arguments)
+        assert result.exit_code == 1
+        assert said.format(folder=folder) in result.output
+    assert not (tmp_path / "one.ckpt").exists()
+
+
+def make_files(folder: Path, *names: str) -> None:
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+
+
+def test_consolidate_finds_a_folder_whose_save_was_killed_between_two_renames(folder: Path, tmp_path: Path) -> None:
+    draft = Draft(tmp_path / "last.ckpt", folder=True)
+    for file in folder.iterdir():
+        file.rename(draft.temporary / file.name)
+    os.close(draft.file)  # as when its process dies
+    assert verb("consolidate", tmp_path / "last.ckpt", tmp_path / "one.ckpt").exit_code == 0
 
 
 def test_consolidate_keeps_ties(tmp_path: Path, pool2: RankPool) -> None:
@@ -972,4 +1009,4 @@ def test_consolidate_says_what_it_cannot_read(pool1: RankPool, tmp_path: Path) -
     pool1.run(save_at_end, sharded("zero2"), RECIPE, str(tmp_path / "a.ckpt"), Placed)
     result = verb("consolidate", tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     assert result.exit_code == 1
-    assert "objects that cannot be read safely" in result.output
+    assert f"{tmp_path}/a.ckpt/meta.pt holds objects that cannot be read safely" in result.output
