@@ -130,7 +130,7 @@ class Engine:
         check_same(specs, placement.mesh.world)
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
-        self._buffer_watch = BufferWatch(module, placement, convert_buffers(module, placement), check_steps > 0)
+        self._buffer_watch = BufferWatch(module, placement, convert_buffers(module, placement), check_steps)
         self._map = BucketMap(module, specs, placement, detect_data_edits)  # makes masters, before anything is cast
         self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
@@ -356,6 +356,7 @@ class Engine:
         """
         stats = self.stats(optimizer)
         self._count_checked()
+        self._buffer_watch.count_step()  # passes without gradients are no steps here
         self.placement.mesh.note("a step")  # which communicates no more: what it needs to know came with the flush
         note_step(optimizer)
         norm = self._clipping.unclipped_norm(optimizer)
@@ -372,7 +373,6 @@ class Engine:
         self._steps_to_check -= 1
         if self._steps_to_check == 0:
             self.placement.mesh.check(False)
-            self._buffer_watch.end_checks()
 
     @torch.no_grad()
     @without_freed_checks

@@ -127,8 +127,8 @@ class BufferWatch:
     in a step, one that the ranks have in different shapes then.
 
     torch counts changes in place, but not those made through ``buffer.data``, as some codebooks do. Checksums find such
-    changes until :meth:`end_checks` is called; afterwards a buffer in which one was found counts as changed in every
-    step. A buffer that is changed through ``data`` for the first time after :meth:`end_checks` is not found.
+    changes in the first optimizer steps; afterwards a buffer in which one was found counts as changed in every step. A
+    buffer that is changed through ``data`` for the first time after these steps is not found.
 
     The values on different ranks are not compared, so a changed counter that is equal on all ranks is broadcast, too.
 
@@ -136,15 +136,15 @@ class BufferWatch:
         root: the module with the buffers.
         placement: groups and device.
         names: of the buffers of which all ranks have rank 0's values; the same on all ranks.
-        checks: whether to take checksums at first.
+        check_steps: number of first optimizer steps in which checksums are taken.
     """
 
-    def __init__(self, root: nn.Module, placement: BucketPlacement, names: list[str], checks: bool) -> None:
+    def __init__(self, root: nn.Module, placement: BucketPlacement, names: list[str], check_steps: int) -> None:
         self._root, self._placement = root, placement
         shared = names if placement.mesh.world.size > 1 else []  # one rank has nothing to share
         paths = [name.rpartition(".") for name in shared]
         self._places = [(root.get_submodule(path), name) for path, _, name in paths]
-        self._checks = checks
+        self._steps_to_check = check_steps
         self._hidden: set[int] = set()  # numbers of the places whose buffers were changed through `data`
         self._seen: dict[int, _Seen] = {}  # by number of the place
         self._look()
@@ -175,9 +175,13 @@ class BufferWatch:
                 _broadcast(held[number], self._placement)
         self._look()
 
-    def end_checks(self) -> None:
-        """Stop taking checksums; the buffers found so far count as changed in every step."""
-        self._checks = False
+    def count_step(self) -> None:
+        """Count an optimizer step. After the last one to check, no more checksums are taken."""
+        self._steps_to_check -= 1
+
+    @property
+    def _checks(self) -> bool:
+        return self._steps_to_check > 0
 
     def _look(self) -> None:
         self._seen.update(
