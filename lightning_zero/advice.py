@@ -35,6 +35,7 @@ class Case(Enum):
     CANNOT_BE_SHARDED = auto()  # a parameter, a module or an optimizer cannot be sharded
     RENORMALIZED_IN_FORWARD = auto()  # an embedding has `max_norm`; the text has the fields `name` and `module`
     ROUNDED = auto()  # a parameter was rounded, but training or a wider dtype needs its original values
+    NO_MASTER = auto()  # a 16-bit parameter without a master was written at full precision
     MADE_LATE = auto()  # a parameter was created, or got its values, too late
     UNEVEN_LOADERS = auto()  # loaders of different ranks have different numbers of batches
     DISK_PATH = auto()  # the folder for state on a disk is missing, read-only or taken

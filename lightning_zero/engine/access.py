@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.engine.runtime import ENGINES, Engine
 from lightning_zero.sharding.sharded_init import unsharded_inside
+from lightning_zero.torch_private import version_of
+
+_16_BITS = (torch.bfloat16, torch.float16)
+_warned: WeakSet[Engine] = WeakSet()  # those whose user was told that they round what is written at full precision
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
@@ -38,17 +46,55 @@ def gathered_parameters(
             version counter (``weight.clamp_(...)`` under ``no_grad``) are kept, and must be the same on all ranks;
             changes through ``.data`` are lost.
         full_precision: show masters in place of 16-bit parameters, and keep what is written in their dtype. Needed for
-            changes that 16 bits would round off, such as those of an average that moves slowly.
+            changes that 16 bits would round off, such as those of an average that moves slowly. Parameters without
+            masters stay 16-bit ones; the first time that some are written, a warning names one.
     """
     if isinstance(module_or_params, nn.Module):
         parameters = list(module_or_params.parameters())
     else:
         parameters = [module_or_params] if isinstance(module_or_params, Parameter) else list(module_or_params)
+    engines = _engines_with(parameters)
     with contextlib.ExitStack() as stack:
-        for engine in _engines_with(parameters):
+        for engine in engines:
             stack.enter_context(engine.gathered(parameters, writeback, full_precision))
         stack.enter_context(unsharded_inside(parameters))
+        written = [_Written(engine, parameters) for engine in engines if full_precision]
         yield
+        for each in written:
+            each.warn_of_rounding(writeback)
+
+
+class _Written:
+    """Finds 16-bit parameters that user code writes in a context which shows masters, but not theirs: they have none.
+
+    Args:
+        engine: holds some of the parameters.
+        parameters: as the context shows them.
+    """
+
+    def __init__(self, engine: Engine, parameters: Sequence[Parameter]) -> None:
+        self._engine = engine
+        held = [p for p in parameters if engine.bucket_of(p) is not None and p.dtype in _16_BITS]
+        self._versions = [(p, version_of(p)) for p in held]
+
+    def warn_of_rounding(self, everything: bool) -> None:
+        """Warn on rank 0 if a parameter was written since; once for each engine.
+
+        Args:
+            everything: all parameters count as written, since writes through ``.data`` leave no trace.
+        """
+        written = [p for p, version in self._versions if everything or version_of(p) != version]
+        if not written or self._engine in _warned or self._engine.placement.mesh.world.rank > 0:
+            return
+        _warned.add(self._engine)
+        bucket = self._engine.bucket_of(written[0])
+        assert bucket is not None
+        warnings.warn(
+            f"what was written at full precision into {bucket.names[bucket.index[id(written[0])]]!r} was rounded to "
+            f"{bucket.dtype}, since it has no master; changes of less than half a unit in the last place are lost"
+            f"{advice(Case.NO_MASTER, '. ')}",
+            stacklevel=4,  # the end of the user's `with`
+        )
 
 
 def full_param(parameter: Parameter) -> Tensor:

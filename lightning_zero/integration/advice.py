@@ -70,6 +70,11 @@ def provide_advice() -> None:
                 "Load the weights, `trainer.fit(model, ckpt_path=path)`, or make the module anew; to evaluate first "
                 "and train then, use lightning_zero.ZeroStrategy(evaluation_masters=True)"
             ),
+            Case.NO_MASTER: (
+                "Masters are made, unless master_weights=False, of parameters that the module has in fp32 and that "
+                "precision='bf16-true' or another 16-bit precision casts; before any fit only with "
+                "lightning_zero.ZeroStrategy(evaluation_masters=True). Or keep such values in fp32 tensors of your own"
+            ),
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
             Case.UNEVEN_LOADERS: (
                 "Every rank needs the same number of batches: use `drop_last=True` in your own batch sampler, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +124,28 @@ def test_parameters_of_16_bits_are_seen_at_full_precision(stage: int) -> None:
     for name, parameter in session.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(full_param(parameter), weights[name])
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rounding_for_want_of_a_master_is_told_once(stage: int, writeback: bool) -> None:
+    """Where user code writes at full precision; reading is no reason, nor are parameters that have masters."""
+    for master_weights in (True, False):
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, master_weights=master_weights)
+        session = started(Setup(stage, precision=precision))
+        name, parameter = next(session.model.named_parameters())
+        told = []
+        for full_precision, writes in ((True, False), (False, True), (True, True), (True, True)):
+            with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+                warnings.simplefilter("always")
+                with gathered_parameters(session.model, writeback and writes, full_precision):
+                    parameter.mul_(0.999) if writes else parameter.sum()
+            told.append([warning for warning in caught if "master" in str(warning.message)])
+        assert [len(each) for each in told] == [0, 0, 0 if master_weights else 1, 0]
+    (warning,) = told[2]
+    assert f"into {name!r} was rounded to torch.bfloat16" in str(warning.message)
+    assert "unless master_weights=False" in str(warning.message)
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("setup", [Setup(0), Setup(2, offload=True), Setup(3)], ids=describe)
