@@ -232,7 +232,7 @@ def finish(name: str, recipe: Recipe, path: str) -> Fitted:
     rest = fabric.load(path, state | {"step": 0}, strict=False)
     assert "state_dict" not in rest
     steps(fabric, recipe, sharded, optimizer, slice(-1, None))
-    weights = fabric.strategy.get_module_state_dict(model)
+    weights = fabric.strategy.get_module_state_dict(sharded)
     optimizer_state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
     own = {key.removeprefix("model."): value for key, value in optimizer_state.items()}
     return Fitted({key.removeprefix("model."): v for key, v in weights.items()}, [own], 0, 0, {}, [])
@@ -605,7 +605,7 @@ def misuse(path: str) -> None:
     with pytest.raises(KeyError, match="has no 'optimizer'; it has 'model'"):
         fabric.load(path, {"model": sharded, "optimizer": optimizer})
     weight = full_param(first.head.weight)
-    strategy.release(first)
+    strategy.release(sharded)
     assert torch.equal(first.head.weight, weight)
     assert [engine.module for engine in strategy.engines] == [other.module]
 

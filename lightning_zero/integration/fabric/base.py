@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
+from lightning.fabric import is_wrapped
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -83,7 +84,9 @@ class EnginesStrategy(DDPStrategy):
         return sorted(alive, key=lambda sharded: sharded.engine.number)
 
     def _engine_with(self, module: nn.Module) -> Engine | None:
-        """The engine of a module, given as the user's module or as the wrapper of ``fabric.setup``."""
+        """The engine of a module, given as the user's, as what ``fabric.setup`` returned, or as Fabric passes it on."""
+        if is_wrapped(module):
+            module = cast("nn.Module", module.module)  # the user's, also where the wrapper is compiled
         if isinstance(module, ShardedModule):
             return None if module.engine.released else module.engine
         return next((sharded.engine for sharded in self._sharded if sharded.module is module), None)

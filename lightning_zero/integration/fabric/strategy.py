@@ -264,7 +264,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         """Give a module ordinary, full parameters again, at full precision, and free the shards. Collective.
 
         Args:
-            module: that was given to ``fabric.setup``, or made inside ``fabric.init_module``.
+            module: that was given to ``fabric.setup`` or returned by it, or made inside ``fabric.init_module``.
         """
         if (engine := self._engine_with(module)) is None:
             unshard_parameters(module.parameters())
