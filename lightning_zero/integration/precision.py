@@ -79,10 +79,11 @@ class ZeroPrecision(Precision):
             of a 16-bit value are lost.
         scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` if parameters or autocast are fp16,
             else none. All optimizers share it; its running state is saved in checkpoints.
-        cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes.
+        cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes, but
+            not in ``32-true``, which needs a ``param_dtype`` for it.
 
     Raises:
-        ValueError: unknown precision or dtype.
+        ValueError: unknown precision or dtype, or inputs are to be cast to no dtype.
         TypeError: ``scaler`` is not a loss scaler, or a switch is not a bool.
     """
 
@@ -114,6 +115,11 @@ class ZeroPrecision(Precision):
         self._cast_inputs = mode.cast_inputs if cast_inputs is None else cast_inputs
         self._input_dtype = _dtype("param_dtype", param_dtype) or mode.param_dtype
         self._default_dtype = self._input_dtype if mode.cast_inputs else None
+        if self._cast_inputs and self._input_dtype is None:
+            raise ValueError(
+                f"cast_inputs=True with precision={precision!r} names no dtype, since parameters stay as the module "
+                "has them; expected a param_dtype, such as param_dtype='float32', or cast_inputs=False"
+            )
         self.policy = MixedPrecisionPolicy(
             param_dtype=self._input_dtype,
             keep_norms=mode.keep_norms,

@@ -297,6 +297,8 @@ def test_options_of_the_precision() -> None:
     for option in ("master_weights", "cast_inputs"):
         options = {"precision": "bf16-mixed", option: "no"}
         assert refused(ZeroPrecision, options, f"{option}='no'", "True or False", error=TypeError), option
+    options = {"precision": "32-true", "cast_inputs": True}  # to no dtype
+    assert refused(ZeroPrecision, options, "cast_inputs=True", "'32-true'", "param_dtype='float32'", error=ValueError)
     for option in ("param_dtype", "reduce_dtype", "grad_dtype"):
         for value in ("bf16", "int32", torch.int32, 16):
             options = {"precision": "bf16-mixed", option: value}

@@ -44,6 +44,7 @@ from lightning_zero import (
 )
 from lightning_zero.engine import engines_of
 from lightning_zero.integration.engines import make_engine
+from lightning_zero.integration.fabric.precision import FabricPrecision
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.sharding import FreedParameter, Mesh
@@ -207,6 +208,12 @@ def test_tensors_and_modules_begin_in_the_dtype_that_they_need(precision: Any) -
     assert made["zero2"] == made["ddp"]
     with fabric.strategy.module_init_context():
         assert nn.Linear(1, 1).weight.dtype == (torch.float64 if precision == "64-true" else torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_outputs_of_16_bits_become_the_default_dtype_however_they_were_asked_for(precision: Any) -> None:
+    plugin = FabricPrecision(ZeroPrecision(precision, param_dtype="bfloat16"))
+    assert plugin.convert_output(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def begin(name: str, recipe: Recipe, path: str) -> None:

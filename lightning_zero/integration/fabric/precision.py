@@ -51,7 +51,7 @@ class FabricPrecision(Precision):
 
     @override
     def convert_output(self, data: Any) -> Any:
-        if self.precision in ("32-true", "64-true"):
+        if self.settings.compute_dtype.itemsize > 2:
             return data
         return apply_to_collection(data, Tensor, _in_default_dtype)
 
