@@ -31,7 +31,7 @@ class StepOutcomes:
     All ranks note the same outcomes, so that they warn and raise together.
 
     Attributes:
-        skipped: number of skipped steps. A run that is resumed continues the count.
+        skipped: number of skipped steps. A run that is resumed continues the count, while warnings count the run's own.
 
     Args:
         scale: the scale of the gradients, with its scaler.
@@ -48,14 +48,14 @@ class StepOutcomes:
         self._last: dict[int, StepOutcome] = {}  # by id of the optimizer
         self._taken: Counter[int] = Counter()  # by id of the optimizer: steps since `forget`
         self._in_a_row: Counter[int] = Counter()  # by id of the optimizer: skips that no lower scale could prevent
-        self._steps = self._skipped_before = 0  # steps since `forget`, and the value of `skipped` at that time
+        self._steps = self._skips = 0  # since `forget`; `skipped` may come from a checkpoint
 
     def forget(self) -> None:
         """Begin anew with other optimizers. Only :attr:`skipped` is kept."""
         self._last.clear()
         self._taken.clear()
         self._in_a_row.clear()
-        self._steps, self._skipped_before = 0, self.skipped
+        self._steps = self._skips = 0
 
     def last(self, optimizer: Optimizer) -> StepOutcome | None:
         """The outcome of the last step of ``optimizer``; ``None`` before its first step."""
@@ -67,7 +67,7 @@ class StepOutcomes:
 
     def counts(self) -> tuple[int, int]:
         """The number of steps since :meth:`forget`, and the number of those that were skipped."""
-        return self._steps, self.skipped - self._skipped_before
+        return self._steps, self._skips
 
     def take(self, optimizer: Optimizer, grad_norm: float) -> None:
         """Note a step that is taken."""
@@ -92,6 +92,7 @@ class StepOutcomes:
         self._steps += 1
         self._last[id(optimizer)] = StepOutcome(grad_norm, skipped=True)
         self.skipped += 1
+        self._skips += 1
         try:
             falls = self._scale.judge(found_inf=True)
         except LossScaleError as error:
@@ -99,7 +100,7 @@ class StepOutcomes:
         if falls:
             self._warn(
                 f"gradients overflowed: the loss scale falls from {self._scale.value:g} to {self._scale.next:g} "
-                f"(steps skipped so far: {self.skipped})"
+                f"(steps skipped so far: {self._skips})"
             )
         elif self._scale.at_minimum:  # no lower scale can help, so the data or the model must be the cause
             self._in_a_row[id(optimizer)] += 1
@@ -111,10 +112,10 @@ class StepOutcomes:
                     f"or lower the learning rate{advice(Case.SKIPPED_TOO_OFTEN, '; ')}"
                 )
             # Warnings become rarer, since every step may be skipped.
-            if self.skipped & (self.skipped - 1) == 0:
+            if self._skips & (self._skips - 1) == 0:
                 self._warn(
                     f"skipped a step of {name} on all ranks: inf or nan in the gradient of {nonfinite_names()} "
-                    f"(steps skipped so far: {self.skipped}; the next warning comes when they are twice as many)"
+                    f"(steps skipped so far: {self._skips}; the next warning comes when they are twice as many)"
                 )
 
     def _warn(self, message: str) -> None:

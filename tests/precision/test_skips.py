@@ -127,11 +127,11 @@ class Observer(Callback):
         self.rates.append(optimizer.param_groups[0]["lr"])
         self.steps.append(trainer.global_step)
 
-    def watch(self, trainer: Trainer, lit: Lit) -> None:
+    def watch(self, trainer: Trainer, lit: Lit, ckpt_path: str | None = None) -> None:
         """Fit, and keep our own warnings."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(lit)
+            trainer.fit(lit, ckpt_path=ckpt_path)
         messages = [str(w.message) for w in caught]
         self.warned = [message for message in messages if FALLS in message or SKIPPED in message]
         self.summary = [message for message in messages if SUMMARY in message]
@@ -144,6 +144,18 @@ def observed(
     observer = Observer()
     observer.watch(make_trainer(strategy, callbacks=[observer], **flags), module(recipe))
     return observer
+
+
+def observed_in_turn(
+    strategy: StrategyArgument, recipe: Recipe, module: Callable[[Recipe], Lit], path: str
+) -> list[Observer]:
+    """Fit an epoch, and resume for a second one; what was seen in each."""
+    observers = [Observer(), Observer()]
+    for observer, ckpt_path in zip(observers, (None, path), strict=True):
+        trainer = make_trainer(strategy, callbacks=[observer], max_epochs=2 if ckpt_path else 1)
+        observer.watch(trainer, module(recipe), ckpt_path)
+        trainer.save_checkpoint(path)
+    return observers
 
 
 # ------------------------------------------------------------------------------------------------- parameters, moments
@@ -256,6 +268,18 @@ def test_warnings_of_skips_that_no_scale_can_help_become_rare(pool: RankPool) ->
     assert "7 of 8 optimizer steps were skipped" in summary
     assert runs[0].skipped[-1] == 7
     assert runs[1].warned == runs[1].summary == []
+
+
+@ranks(1)
+def test_warnings_of_a_resumed_run_count_its_own_skips(pool: RankPool, tmp_path: Path) -> None:
+    """While `skipped_steps` goes on counting."""
+    planted = functools.partial(Planted, at=[(n, 0) for n in range(3)])
+    recipe = Recipe(steps=4, optimizer="momentum")
+    ((first, second),) = pool.run(observed_in_turn, "zero2", recipe, planted, str(tmp_path / "a.ckpt"))
+    for run in (first, second):
+        assert [text.partition("so far: ")[2][0] for text in run.warned] == ["1", "2"]
+        assert ["3 of 4 optimizer steps were skipped" in text for text in run.summary] == [True]
+    assert (first.skipped, second.skipped) == ([1, 2, 3, 3], [4, 5, 6, 6])
 
 
 @ranks(2)
