@@ -52,15 +52,24 @@ class RunReport(pl.Callback):
     the run, on all ranks; the plot needs matplotlib.
 
     Args:
-        run_dir: folder to write to.
+        run_dir: local folder to write to, which is made when a run begins. A relative path is taken from where the
+            callback is made.
         strategy: name of the strategy, for the summary and the plot's title.
         step_size: units of data in an optimizer step, over all ranks.
         unit: name of these units in the plural: "tokens", "images". The speed is logged as `<unit>_per_second`.
         loss_unit: unit of the loss, for the plot.
+
+    Raises:
+        ValueError: ``run_dir`` is a URL.
     """
 
     def __init__(self, run_dir: str | Path, strategy: str, step_size: int, unit: str, loss_unit: str = "nats") -> None:
-        self.run_dir, self.strategy = Path(run_dir), strategy
+        if "://" in str(run_dir):
+            raise ValueError(
+                f"run_dir={str(run_dir)!r} is a URL; expected the path of a local folder. Write there, and copy the "
+                "files when the run has ended"
+            )
+        self.run_dir, self.strategy = Path(run_dir).absolute(), strategy
         self.step_size, self.speed_name, self.loss_unit = step_size, f"{unit}_per_second", loss_unit
         self.train_curve: list[tuple[int, float]] = []  # optimizer step, loss of the global batch
         self.val_curve: list[tuple[int, float]] = []
@@ -76,6 +85,11 @@ class RunReport(pl.Callback):
     def val_loss(self) -> float | None:
         """The loss of the last validation."""
         return self.val_curve[-1][1] if self.val_curve else None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:  # now, so that a run does not end with an error about its folder
+            self.run_dir.mkdir(parents=True, exist_ok=True)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
