@@ -114,9 +114,9 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer can update neither parts of parameters nor single whole parameters; or it keeps more
-            than a count outside of ``state``; or its state has tensors of a class other than torch's plain one; or it
-            evaluates the loss more than once; or it wraps another optimizer; or a parameter has settings that shards
-            would lose.
+            than a count outside of ``state``; or its state has tensors of a class other than torch's plain one, or is
+            paged; or it evaluates the loss more than once; or it wraps another optimizer; or a parameter has settings
+            that shards would lose.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
@@ -127,6 +127,13 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
         raise ValueError(
             f"{name} cannot run over shards: it has another optimizer of its parameters, {type(wrapped[0]).__name__}, "
             f"whose step would update them as a whole; {_remedy()}"
+        )
+    if getattr(optimizer, "is_paged", False):  # the public attribute of optimizers of bitsandbytes
+        raise ValueError(
+            f"{name} cannot run over shards: it allocates its state in unified memory (is_paged=True), and not "
+            "where the state of shards rests. Use it without paging, such as bnb.optim.AdamW8bit"
+            f"{advice(Case.NOT_ON_HOST, '; if its state does not fit the device, ')}"
+            f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
         )
     _check_overrides(optimizer)
     whole, per_element, own_dtype, counts = [], set[str](), set[str](), False

@@ -267,6 +267,12 @@ class HasUnrelated(SignMomentum):
         self.other = torch.optim.AdamW(weights())
 
 
+class Paged(SignMomentum):
+    """Says of itself what the paged optimizers of bitsandbytes do."""
+
+    is_paged = True
+
+
 class Quantized(Tensor):
     """A tensor class of its own, as torchao's."""
 
@@ -396,6 +402,20 @@ def test_a_wrapper_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Wraps cannot run over shards: it has another optimizer.*AdamW.*'ddp'"):
         examine(Wraps(weights()), CPU)
     assert examine(HasUnrelated(weights()), CPU).whole == (False,)
+
+
+def test_a_paged_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Paged cannot run .*is_paged=True.*without paging.*'zero2_offload'.*'ddp'"):
+        examine(Paged(weights()), CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PagedAdamW", "PagedLion8bit", "PagedAdEMAMix"])
+def test_those_of_bitsandbytes_say_so_and_run_without_paging(name: str) -> None:
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    with pytest.raises(ValueError, match=rf"^{name} cannot run over shards: .*is_paged=True"):
+        examine(getattr(optimizers, name)(weights()), CPU)
+    examine(getattr(optimizers, name.removeprefix("Paged"))(weights()), CPU)
 
 
 def test_state_of_a_tensor_class_of_its_own_is_refused() -> None:
