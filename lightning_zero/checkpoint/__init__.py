@@ -103,7 +103,7 @@ def begin(
     return containers[container](checkpoint, path, engines, world, checksums)
 
 
-def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:
+def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
     """Read a checkpoint of any container, or one that :func:`torch.save` wrote. Collective.
 
     Args:
@@ -116,7 +116,8 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
         The checkpoint on the CPU; each rank reads only the parts of the tensors that it uses.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or some ranks do not see it; raised on all ranks.
+        CheckpointError: the checkpoint is incomplete or damaged, or holds no dictionary, or some ranks do not see it;
+            raised on all ranks.
         FileNotFoundError: no rank sees it; raised on all ranks.
     """
 
@@ -129,4 +130,10 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
     found = any(together(world, is_folder, what))
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
-    return (folder_reader if found else archive_reader).load(path, world, weights_only, checksums)
+    loaded = (folder_reader if found else archive_reader).load(path, world, weights_only, checksums)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"could not {what}: it holds a {type(loaded).__name__}, and a checkpoint is a dictionary. Give the path of "
+            "a checkpoint; torch.load reads other objects"
+        )
+    return loaded

@@ -200,7 +200,7 @@ class CheckpointingStrategy(EngineStrategy):
             self._background.wait()
         world = Group() if self._mesh is None else self._mesh.world
         path = _checkpoint.locate(checkpoint_path)
-        loaded: dict[str, Any] = _checkpoint.load(path, world, weights_only is not False, self.options.checksums)
+        loaded = _checkpoint.load(path, world, weights_only is not False, self.options.checksums)
         if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
             now = self._written_by(self._mesh)
             changed = [

@@ -199,6 +199,13 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path) -> None:
                 load(path, ALONE, checksums=checksums)
 
 
+def test_what_is_no_dictionary_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save([torch.ones(2)], path)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt: it holds a list, .* Give the path"):
+        load(path, ALONE)
+
+
 def test_what_was_never_completed_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / ".0123.incomplete"
     torch.save({"state_dict": {}}, path)

@@ -33,6 +33,7 @@ from strategy.fits import (
 from torch import Tensor, nn
 
 from lightning_zero import (
+    CheckpointError,
     CollectiveError,
     DynamicLossScaler,
     ZeroFabricStrategy,
@@ -567,6 +568,16 @@ def test_the_rank_that_waits_for_one_that_failed_repeats_its_error(pool2: RankPo
     assert waited.endswith("because rank 1 failed: LookupError: no such token")
 
 
+# By entries of a checkpoint, the names of the objects into which they are to be loaded.
+MISTAKEN_ENTRIES = [
+    ({"step": "model"}, "an entry of type int where the state of a Layers is to be loaded; give"),
+    ({"several": "optimizer"}, "an entry of type list where the state of a SGD"),
+    ({"model": "optimizer"}, "without 'state' and 'param_groups' where the state of a SGD"),
+    ({"several": "two"}, "1 objects where 2 are to be loaded; give as many"),
+    ({"model": "list"}, "no list of objects where 1 are to be loaded"),
+]
+
+
 def misuse(path: str) -> None:
     """What cannot work says what does."""
     strategy = ZeroFabricStrategy(stage=3, persistence_numel=0)
@@ -601,16 +612,28 @@ def misuse(path: str) -> None:
     torch.testing.assert_close(norms, [full.norm(), full.abs().max()])
     fabric.clip_gradients(sharded, optimizer, clip_val=0.5)
     assert max(float(full_grad(p).abs().max()) for p in first.parameters()) == 0.5
-    fabric.save(path, {"model": sharded})
+    fabric.save(path, {"model": sharded, "several": [optimizer], "step": 3})
     with pytest.raises(TypeError, match=r"nothing takes storage_options=.*retries"):
         strategy.save_checkpoint(path, {"model": first}, storage_options={"retries": 3})
     warned: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_zero.integration.fabric.checkpointing.rank_zero_warn", warned.append)
-        fabric.save(f"{path}.list", {"models": [sharded]}, filter={"models": lambda *_: False})
+        fabric.save(f"{path}.filtered", {"models": [sharded]}, filter={"models": lambda *_: False})
     assert "the filter of 'models' has no effect: the entry is a list" in warned[0]
     with pytest.raises(KeyError, match="has no 'optimizer'; it has 'model'"):
         fabric.load(path, {"model": sharded, "optimizer": optimizer})
+    for state, message in MISTAKEN_ENTRIES:
+        objects = {"model": sharded, "optimizer": optimizer, "two": [optimizer, optimizer], "list": [optimizer]}
+        with pytest.raises(ValueError, match=message):
+            fabric.load(path, {name: objects[given] for name, given in state.items()})
+    if fabric.global_rank == 0:
+        torch.save(nn.Linear(2, 2).state_dict(), f"{path}.raw")
+        torch.save([torch.ones(2)], f"{path}.list")
+    fabric.barrier()
+    with pytest.raises(KeyError, match=r"has no 'model'; it holds the state of one module, which fabric\.load_raw"):
+        fabric.load(f"{path}.raw", {"model": sharded})
+    with pytest.raises(CheckpointError, match="it holds a list, and a checkpoint is a dictionary"):
+        fabric.load(f"{path}.list", {"model": sharded})
     weight = full_param(first.head.weight)
     strategy.release(sharded)
     assert torch.equal(first.head.weight, weight)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -144,9 +144,10 @@ class CheckpointingStrategy(EnginesStrategy):
 
         Raises:
             KeyError: a name is not in the checkpoint.
-            CheckpointError: the checkpoint is incomplete or damaged.
+            CheckpointError: the checkpoint is incomplete or damaged, or holds no dictionary.
             RuntimeError: a module has other names or shapes; nothing is loaded then.
-            ValueError: an optimizer has other groups or state; nothing is loaded then.
+            ValueError: an optimizer has other groups or state, or the entry of an object is of another kind; nothing is
+                loaded then.
         """
         if self._is_ours:
             world = Group() if self._mesh is None else self._mesh.world
@@ -161,16 +162,13 @@ class CheckpointingStrategy(EnginesStrategy):
                 return {}
             return dict(loaded)
         if strict and (missing := [name for name in state if name not in loaded]):
-            raise KeyError(
-                f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, loaded))}. With "
-                "strict=False objects that are missing in it are left unchanged"
-            )
+            raise KeyError(f"{path} has no {', '.join(map(repr, missing))}; {_contents_of(loaded)}")
         rest = dict(loaded)
         written_by = rest.pop(WRITTEN_BY, None) or {}
-        found = {name: rest.pop(name) for name in state if name in rest}
-        for name, saved in found.items():  # all or nothing
+        entries = {name: rest.pop(name) for name in state if name in rest}
+        for name, saved in entries.items():  # all or nothing
             self._check(state[name], saved, strict)
-        for name, saved in found.items():
+        for name, saved in entries.items():
             if not self._load_into(state[name], saved, strict):
                 state[name] = saved
         if any(self._has_engine(value) for value in state.values()):
@@ -183,12 +181,18 @@ class CheckpointingStrategy(EnginesStrategy):
         if isinstance(value, nn.Module):
             engine = self._engine_with(value)
             module = value if engine is None else engine.module
+            _check_kind(module, saved)
             _checkpoint.check_module_state_dict(module, engine, saved, strict)
         elif isinstance(value, Optimizer) and (found := self._updater_of(value)):
+            _check_kind(value, saved, "state", "param_groups")
             _checkpoint.check_optimizer_state_dict(*found, saved)
         elif _is_list_of_objects(value):
-            if len(value) != len(saved):
-                raise ValueError(f"the checkpoint has {len(saved)} objects where {len(value)} are to be loaded")
+            if not isinstance(saved, list | tuple) or len(value) != len(saved):
+                number = len(saved) if isinstance(saved, list | tuple) else "no list of"
+                raise ValueError(
+                    f"the checkpoint has {number} objects where {len(value)} are to be loaded; give as many as were "
+                    "saved under this name, and an object that was saved alone without a list"
+                )
             for item, saved_item in zip(value, saved, strict=True):
                 self._check(item, saved_item, strict)
 
@@ -216,6 +220,29 @@ class CheckpointingStrategy(EnginesStrategy):
     def _is_ours(self) -> bool:
         """Whether the user has not passed a ``CheckpointIO``, so that ours reads and writes checkpoints."""
         return type(self.checkpoint_io) is TorchCheckpointIO
+
+
+def _contents_of(loaded: Mapping[str, Any]) -> str:
+    """The end of a message about entries that are not in a checkpoint: what is there, and the remedy."""
+    if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
+        return "it holds the state of one module, which fabric.load_raw(path, module) loads"
+    return f"it has {', '.join(map(repr, loaded))}. With strict=False objects that are missing in it are left unchanged"
+
+
+def _check_kind(value: nn.Module | Optimizer, saved: Any, *keys: str) -> None:
+    """Check that the entry of a checkpoint can be the state of an object: a dictionary with these keys.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(saved, Mapping) and all(key in saved for key in keys):
+        return
+    without = f" without {' and '.join(map(repr, keys))}" if isinstance(saved, Mapping) else ""
+    raise ValueError(
+        f"the checkpoint has an entry of type {type(saved).__name__}{without} where the state of a "
+        f"{type(value).__name__} is to be loaded; give each object under the name with which it was saved, and those "
+        "of a list in a list"
+    )
 
 
 def _is_list_of_objects(value: Any) -> bool:
