@@ -32,10 +32,8 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     """
     from hydra.utils import instantiate
     from lightning.pytorch.callbacks import LearningRateMonitor
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-    from lightning_zero.integration.checkpointing import FileCheckpointIO
     from lightning_zero.integration.launchers import why_not_in_sweep
 
     check_trainer(cfg)
@@ -57,9 +55,7 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     )
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
         raise ConfigError(reason)  # ours has refused by itself
-    by_plugin = type(trainer.strategy).load_checkpoint is Strategy.load_checkpoint  # which reads files, and no folders
-    if by_plugin and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = FileCheckpointIO()
+    _explain_folders(trainer.strategy, Strategy)
     return trainer
 
 
@@ -68,7 +64,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
 
     Args:
         cfg: A configuration with these groups, as for :func:`build_trainer`; of `trainer` it takes `accelerator`,
-            `devices` and `num_nodes`, since the loop decides everything else.
+            `devices`, `num_nodes` and `plugins`, since the loop decides everything else.
 
     Raises:
         ConfigError: Fabric has no such strategy, a value is out of range, or a job of a sweep cannot start its ranks.
@@ -84,7 +80,8 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
 
     check_trainer(cfg)
     _check_sizes(cfg.trainer)
-    options, target = _arguments(cfg.strategy), get_class(cfg.strategy["_target_"])
+    names = [str(name) for name in cfg.strategy if not str(name).startswith("_")]
+    options, target = _values(cfg.strategy, names), get_class(cfg.strategy["_target_"])
     if issubclass(target, ZeroAutoStrategy):
         raise ConfigError(f"{WITHOUT_AUTO}.")
     if issubclass(target, ZeroStrategy | ZeroFabricStrategy):
@@ -98,12 +95,29 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
             f"strategy._target_={target.__module__}.{target.__name__} is a strategy of the Trainer; Fabric has none of "
             "that name. Choose a zero strategy, or ddp."
         )
-    trainer = _arguments(cfg.trainer)
-    flags = {name: trainer[name] for name in ("accelerator", "devices", "num_nodes") if name in trainer}
+    _check_groups(cfg.trainer, precision)
+    flags = _values(cfg.trainer, ("accelerator", "devices", "num_nodes", "plugins"))
     fabric = Fabric(strategy=strategy, loggers=build_group(cfg.logger), **flags, **precision)
     if isinstance(fabric.strategy, DDPStrategy) and (reason := why_not_in_sweep(fabric.strategy)):
         raise ConfigError(reason)
+    _explain_folders(fabric.strategy, strategies.Strategy)
     return fabric
+
+
+def _explain_folders(strategy: Any, base: type) -> None:
+    """Has another strategy say what to do with a folder, and decode 8-bit state, if it reads files by a plugin.
+
+    Args:
+        strategy: A strategy of the Trainer or of Fabric; one with a plugin of the user is left alone.
+        base: The base class of all of them, whose method reads by the plugin.
+    """
+    from lightning.fabric.plugins.io import TorchCheckpointIO
+
+    from lightning_zero.integration.checkpointing import FileCheckpointIO
+
+    by_plugin = type(strategy).load_checkpoint is base.load_checkpoint  # type: ignore[attr-defined]
+    if by_plugin and type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = FileCheckpointIO()
 
 
 def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
@@ -320,6 +334,15 @@ def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:
         return found(*args, **kwargs)
     except (ValueError, TypeError) as error:
         raise InstantiationException(f"Error in call to target {cfg['_target_']!r}:\n{error!r}") from error
+
+
+def _values(cfg: "DictConfig", names: Iterable[str]) -> dict[str, Any]:
+    """Reads those of the names that a node has, and builds the objects that it describes, such as a `CheckpointIO`."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    values = {name: cfg[name] for name in names if name in cfg}
+    return {n: instantiate(v, _convert_="all") if OmegaConf.is_config(v) else v for n, v in values.items()}
 
 
 def _arguments(cfg: "DictConfig") -> dict[str, Any]:

@@ -73,6 +73,8 @@ defaults:
 run_dir: ???
 """
 
+ASYNC = "{_target_: lightning.pytorch.plugins.io.AsyncCheckpointIO}"
+
 Compose = Callable[..., DictConfig]
 
 
@@ -196,8 +198,11 @@ def test_every_precision_builds_with_ddp_or_says_why_not(composed: Compose, grou
         assert build_trainer(cfg).precision == downgraded.get(option, cfg.precision.precision)
 
 
-def test_another_strategy_says_what_to_do_with_a_folder(composed: Compose, tmp_path: Path) -> None:
-    strategy = build_trainer(composed("strategy=ddp")).strategy
+@pytest.mark.parametrize("build", [build_trainer, build_fabric])
+def test_another_strategy_says_what_to_do_with_a_folder(
+    build: Callable[[DictConfig], Any], composed: Compose, tmp_path: Path
+) -> None:
+    strategy = build(composed("strategy=ddp")).strategy
     with pytest.raises(CheckpointError, match=f"lightning-zero consolidate {tmp_path} one.ckpt"):
         strategy.load_checkpoint(tmp_path)
     torch.save({"epoch": 1}, tmp_path / "file")
@@ -788,6 +793,8 @@ def test_fabric_takes_its_own_strategy(composed: Compose, target: str) -> None:
 def test_fabric_refuses_what_it_cannot_do(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="strategy='zero_auto' works with the Trainer, which shows it the module"):
         build_fabric(composed("strategy=auto"))
+    with pytest.raises(ConfigError, match=r"trainer\.plugins has no effect: the group 'precision' sets it"):
+        build_fabric(composed(f"+trainer.plugins=[{ASYNC}]"))
     with pytest.raises(ConfigError, match="accumulate_grad_batches=0 must be at least 1"):
         build_fabric(overridden(composed(), "trainer.accumulate_grad_batches=0"))
     monkeypatch.setattr("lightning_zero.integration.launchers._in_sweep", lambda: True)
@@ -930,9 +937,19 @@ def test_a_batch_that_does_not_divide_ends_the_program_with_a_message(
         hydra_main(config_name="main", config_path=str(folder))(lambda cfg: micro_batch_size(16, 3, 1))()
 
 
-def test_plugins_go_with_other_strategies(composed: Compose) -> None:
-    plugins = "+trainer.plugins=[{_target_: lightning.pytorch.plugins.io.AsyncCheckpointIO}]"
-    assert isinstance(build_trainer(composed("strategy=ddp", plugins)).strategy.checkpoint_io, AsyncCheckpointIO)
+@pytest.mark.parametrize("build", [build_trainer, build_fabric])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy=ddp", f"+trainer.plugins=[{ASYNC}]"),
+        ("strategy=ddp", f"+strategy.checkpoint_io={ASYNC}"),
+        ("strategy=zero2", f"+strategy.checkpoint_io={ASYNC}"),
+    ],
+)
+def test_a_plugin_of_the_user_is_used(
+    build: Callable[[DictConfig], Any], composed: Compose, overrides: tuple[str, str]
+) -> None:
+    assert isinstance(build(composed(*overrides)).strategy.checkpoint_io, AsyncCheckpointIO)
 
 
 def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
