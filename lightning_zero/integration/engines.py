@@ -76,13 +76,23 @@ def make_mesh(
     if any(device_type(device).shares_host_memory for device in devices):
         reuse_freed_memory()
     mesh = Mesh.create(shard_size(options, num_nodes, num_processes), timedelta(seconds=options.timeout))
-    if options.shard_size is None and not options.replicates and mesh.replica.size > 1:
-        rank_zero_info(
-            f"ZeroStrategy: shard_size={mesh.shard.size}, the ranks of a node: each of the {num_nodes} nodes holds a "
-            f"copy of everything that is sharded. shard_size={mesh.world.size} shards over all ranks, with less memory "
-            "and more traffic between nodes"
-        )
+    if options.shard_size is None and not options.replicates and num_nodes > 1:
+        rank_zero_info(f"ZeroStrategy: {_describe_choice(mesh, num_nodes)}")
     return mesh
+
+
+def _describe_choice(mesh: Mesh, num_nodes: int) -> str:
+    """Says by which ranks the default shards over several nodes, and what else could be chosen."""
+    if mesh.replica.size == 1:
+        return (
+            f"shard_size={mesh.shard.size}, the number of nodes, each of which has one rank: gathers and reductions "
+            "cross the network between them"
+        )
+    return (
+        f"shard_size={mesh.shard.size}, the ranks of a node: each of the {num_nodes} nodes holds a copy of everything "
+        f"that is sharded. shard_size={mesh.world.size} shards over all ranks, with less memory and more traffic "
+        "between nodes"
+    )
 
 
 @contextlib.contextmanager

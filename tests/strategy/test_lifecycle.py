@@ -413,9 +413,9 @@ def test_an_instance_makes_a_trainer() -> None:
 
 
 def fit_on_two_nodes(strategy: StrategyArgument, recipe: Recipe) -> tuple[Fitted, tuple[int, int], list[str]]:
-    """Ranks 0 and 1 are one node, 2 and 3 another; also the sizes of shard and replica group, and what was logged."""
-    rank = dist.get_rank()
-    os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
+    """Each half of the ranks is a node; also the sizes of shard and replica group, and what was logged."""
+    rank, devices = dist.get_rank(), dist.get_world_size() // 2
+    os.environ.update(NODE_RANK=str(rank // devices), LOCAL_RANK=str(rank % devices))
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -423,7 +423,7 @@ def fit_on_two_nodes(strategy: StrategyArgument, recipe: Recipe) -> tuple[Fitted
     logger.addHandler(handler)
     try:
         lit = Lit(recipe)
-        trainer = make_trainer(strategy, devices=2, num_nodes=2, accumulate_grad_batches=recipe.micro)
+        trainer = make_trainer(strategy, devices=devices, num_nodes=2, accumulate_grad_batches=recipe.micro)
         trainer.fit(lit)
     finally:
         logger.removeHandler(handler)
@@ -443,6 +443,13 @@ def test_each_node_shards_by_itself(pool: RankPool, stage: int, size: int | None
     told = any("shard_size=2, the ranks of a node" in message for message in results[0][2])
     assert told == (stage > 0 and size is None)
     assert_same(results[0][0].weights, reference(strategy, recipe, 4, shard_size=expected).weights)
+
+
+@ranks(2)
+def test_nodes_of_one_rank_shard_over_all_of_them(pool: RankPool) -> None:
+    results = pool.run(fit_on_two_nodes, {"stage": 1}, Recipe())
+    assert {sizes for _, sizes, _ in results} == {(2, 1)}
+    assert any("shard_size=2, the number of nodes" in message for message in results[0][2])
 
 
 @ranks(2)
