@@ -51,6 +51,7 @@ INSIDE = {
         ("fabric", "strategy"),
         ("failures",),
         ("checkpointing", "collectives", "launchers", "steps"),
+        ("resuming",),
         ("base", "choices"),
         ("engines",),
         ("deepspeed", "remedies", "saves", "signals"),

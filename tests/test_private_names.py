@@ -217,6 +217,7 @@ def test_an_imported_name_is_still_there(package: str, module: str, name: str) -
 # Attributes that functions of the file read: the class that has them, and how it gets them.
 ATTRIBUTES = {
     "_link_checkpoint": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
+    "_select_ckpt_path": ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector"),
     "_average_model": ("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging"),
     "_throughputs": ("lightning.pytorch.callbacks.throughput_monitor", "ThroughputMonitor"),
     "_accelerator_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
@@ -235,8 +236,11 @@ ATTRIBUTES = {
     "_start_method": ("lightning.pytorch.strategies.ddp", "DDPStrategy"),
 }
 
-# A method that is replaced and not called.
-REPLACED = {private.TERMINATE: ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector")}
+# Methods that are replaced and not called.
+REPLACED = {
+    private.FIND_LAST: ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
+    private.TERMINATE: ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
+}
 
 
 def test_every_attribute_is_known() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from lightning_zero.checkpoint import archive_reader, file, folder, folder_reader, remote_file, rng
 from lightning_zero.checkpoint.archive_reader import give_back_pages
 from lightning_zero.checkpoint.background import Background
-from lightning_zero.checkpoint.commit import INCOMPLETE, Save, recover, recover_all, remove
+from lightning_zero.checkpoint.commit import INCOMPLETE, Save, completed_at, recover, recover_all, remove
 from lightning_zero.checkpoint.errors import CheckpointError, together
 from lightning_zero.checkpoint.remote import Location, RemotePath, locate, locate_first
 from lightning_zero.checkpoint.shards import fetch_for_first, follow_first, full_on_first
@@ -52,6 +52,7 @@ __all__ = [
     "begin",
     "check_module_state_dict",
     "check_optimizer_state_dict",
+    "completed_at",
     "fetch_for_first",
     "follow_first",
     "full_on_first",

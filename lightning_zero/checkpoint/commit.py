@@ -17,11 +17,12 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.errors import together
-from lightning_zero.checkpoint.remote import Location
+from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
 
@@ -95,6 +96,13 @@ class Save(ABC):
 def is_sharded(path: Path) -> bool:
     """Whether ``path`` is a folder with a complete checkpoint."""
     return (path / METADATA).is_file() and (path / META).is_file()
+
+
+def completed_at(path: RemotePath) -> datetime | None:
+    """The time at which the checkpoint at a URL was completed; ``None`` if none is complete there."""
+    # A save replaces it when all else is there, and an object store has no time of a folder.
+    file = path / METADATA if path.is_dir() else path
+    return file.modified() if file.is_file() else None
 
 
 class Draft:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
@@ -82,6 +83,10 @@ class RemotePath:
             return int(self._filesystem.size(self._path))
         except FileNotFoundError:
             return None
+
+    def modified(self) -> datetime:
+        """The time at which the file was written."""
+        return cast("datetime", self._filesystem.modified(self._path))
 
     def children(self) -> list[RemotePath]:
         """Lists the contents of the folder; empty if there is no folder."""

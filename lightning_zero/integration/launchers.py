@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.integration import private, saves
+from lightning_zero.integration import private, resuming, saves
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.patches import replace_methods
 
@@ -31,7 +29,7 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        _recover_checkpoints(trainer)
+        function = resuming.prepared(function, trainer)
         result = super().launch(function, *args, trainer=trainer, **kwargs)
         if trainer is not None:
             assert isinstance(trainer.strategy, EngineStrategy)
@@ -57,7 +55,7 @@ class GatheringLauncher(private.MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        _recover_checkpoints(trainer)
+        function = resuming.prepared(function, trainer)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
@@ -139,15 +137,3 @@ def _in_sweep() -> bool:
     from hydra.types import RunMode
 
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def _recover_checkpoints(trainer: pl.Trainer | None) -> None:
-    """Restores names of checkpoints whose save was killed between renames, before Lightning looks for the last one."""
-    if trainer is None:
-        return
-    for callback in trainer.checkpoint_callbacks:
-        folder = getattr(callback, "dirpath", None)  # of `ModelCheckpoint`, `OnExceptionCheckpoint`, maybe of others
-        if folder is None and not trainer.loggers:  # to ask a logger for its folder may begin its run
-            folder = f"{trainer.default_root_dir}/checkpoints"
-        if isinstance(folder, str | os.PathLike) and "://" not in os.fspath(folder):
-            _checkpoint.recover_all(Path(folder).expanduser())

@@ -8,8 +8,9 @@ hidden behind a function; ``INHERITED`` lists them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors import checkpoint_connector as choosing
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import nn
 from torch.optim import Optimizer
@@ -50,6 +52,11 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 
 # The method of ModelCheckpoint that links `last.ckpt` to a file that an asynchronous save has not yet completed.
 LINK_CHECKPOINT = "_link_checkpoint"
+
+# The method of the connector of checkpoints that chooses the one to load, and the one of ModelCheckpoint that lists the
+# last ones for it.
+CHOOSE = "_select_ckpt_path"
+FIND_LAST = "_find_last_checkpoints"
 
 # The method of the signal connector that saves a checkpoint and requeues a job of SLURM.
 REQUEUE = "_slurm_sigusr_handler_fn"
@@ -90,6 +97,11 @@ INHERITED: dict[str, dict[str, str]] = {
 def link_method(callback: ModelCheckpoint) -> Any:
     """The method behind ``LINK_CHECKPOINT``."""
     return callback._link_checkpoint
+
+
+def choose_method(connector: CheckpointConnector) -> Any:
+    """The method behind ``CHOOSE``."""
+    return connector._select_ckpt_path
 
 
 def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
@@ -195,17 +207,30 @@ def start_method(strategy: DDPStrategy | FabricDDPStrategy) -> str:
     return strategy._start_method
 
 
-@contextmanager
-def reading(checkpoint: dict[str, Any]) -> Iterator[None]:
+def reading(checkpoint: dict[str, Any]) -> AbstractContextManager[None]:
     """Make a context in which ``cls.load_from_checkpoint`` uses ``checkpoint`` instead of reading its path.
 
     Only the function that reads the file cannot read folders, so only this one is replaced. Overrides of the method,
     its ``hparams_file`` and the migration of old checkpoints work as for a file.
     """
-    names = vars(saving)
-    read = names["pl_load"]
-    names["pl_load"] = lambda *_, **__: checkpoint
+    return _replaced(saving, "pl_load", lambda *_, **__: checkpoint)
+
+
+def asking(filesystem_of: Callable[[PathLike], Any]) -> AbstractContextManager[None]:
+    """Make a context in which the search for the last checkpoint asks these file systems for the times of its finds.
+
+    Args:
+        filesystem_of: by a path or URL, an object with the methods ``exists`` and ``modified``.
+    """
+    return _replaced(choosing, "get_filesystem", filesystem_of)
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    names = vars(module)
+    own = names[name]
+    names[name] = function
     try:
         yield
     finally:
-        names["pl_load"] = read
+        names[name] = own

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from strategy.fits import Fitted, Lit, Recipe, StrategyArgument, make_trainer, observe
 from torch import Tensor
 
@@ -54,6 +55,15 @@ class Global(Resumable):
         return StatefulLoader([torch.cat([step[0][part] for part in mine]) for step in self.recipe.batches(4)])
 
 
+class Start(Callback):
+    """Notes with which step a fit begins."""
+
+    step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+
+
 class SaveAfter(Callback):
     """Saves once, after a step."""
 
@@ -85,6 +95,15 @@ def run(
     lit = module(recipe)
     trainer.fit(lit, ckpt_path=resume)
     return observe(trainer, lit)
+
+
+def resume_last(strategy: StrategyArgument, recipe: Recipe, callback: type[Checkpoint], **options: Any) -> int:
+    """The step with which a fit goes on from the last checkpoint of a callback."""
+    callbacks = [start := Start(), callback(**options)]
+    flags = {"enable_checkpointing": True, "accumulate_grad_batches": recipe.micro, "max_epochs": -1}
+    trainer = make_trainer(strategy, callbacks=callbacks, max_steps=recipe.steps + 1, **flags)
+    trainer.fit(Resumable(recipe), ckpt_path="last")
+    return start.step
 
 
 def save_at_end(

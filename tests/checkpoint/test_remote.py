@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.remote import Shared, register
-from checkpoint.resuming import Resumable, run, save_at_end
+from checkpoint.resuming import Resumable, resume_last, run, save_at_end
 from checkpoint.test_full import ALONE, RECIPE, assert_same_files, files_in
 from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankError, RankPool, ranks
 from lightning import Trainer
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from strategy.fits import Fitted, Recipe, assert_same, make_trainer
 from torch import nn
 
@@ -87,6 +88,25 @@ def test_state_of_whole_parameters(pool: RankPool, tmp_path: Path) -> None:
     for path in (str(here), url(there)):
         pool.run(saved, "zero3", path, Recipe(optimizer="muon", steps=2))
     assert_same_files(there, here)
+
+
+def resumed_last(strategy: Any, folder: str) -> list[int]:
+    register()
+    kinds: dict[type[Checkpoint], dict[str, Any]] = {
+        ModelCheckpoint: {"save_top_k": 0},
+        OnExceptionCheckpoint: {"filename": "last"},
+    }
+    return [resume_last(strategy, RECIPE, kind, dirpath=folder, **options) for kind, options in kinds.items()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_the_last_one_is_found(form: str, pool: RankPool, tmp_path: Path) -> None:
+    """No newer one that was never completed is taken for it."""
+    strategy = {**STRATEGIES["zero2"], "checkpoint_format": form}
+    pool.run(saved, strategy, url(tmp_path / "last.ckpt"))
+    (tmp_path / "last-v1.ckpt" / "0123456789abcdef").mkdir(parents=True)
+    assert pool.run(resumed_last, strategy, url(tmp_path)) == [[RECIPE.steps] * 2] * 2
 
 
 def write(form: str, tree: dict[str, Any], path: str) -> None:

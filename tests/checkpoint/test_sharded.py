@@ -23,12 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint.resuming import Global, Resumable, run, save_after_fit, save_at_end
+from checkpoint.resuming import Global, Resumable, resume_last, run, save_after_fit, save_at_end
 from checkpoint.test_full import ALONE, RECIPE, Derived, files_in
 from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
@@ -488,24 +487,10 @@ def test_where_names_cannot_be_swapped(pool: RankPool, tmp_path: Path) -> None:
     assert files_in(tmp_path) == {"a.ckpt"}
 
 
-class Start(Callback):
-    """Notes with which step a fit begins."""
-
-    step = -1
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.step = trainer.global_step
-
-
-def resume_last(root: Path, callback: type[Checkpoint], options: dict[str, Any]) -> int:
-    """With which step a fit goes on from the last checkpoint of a callback."""
+def resume_last_in(root: Path, callback: type[Checkpoint], options: dict[str, Any]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        callbacks = [start := Start(), callback(**options)]
-        flags = {"enable_checkpointing": True, "accumulate_grad_batches": RECIPE.micro, "max_epochs": -1}
-        trainer = make_trainer(sharded("zero2"), callbacks=callbacks, max_steps=RECIPE.steps + 1, **flags)
-        trainer.fit(Resumable(RECIPE), ckpt_path="last")
-    return start.step
+        return resume_last(sharded("zero2"), RECIPE, callback, **options)
 
 
 @pytest.mark.parametrize(
@@ -526,9 +511,9 @@ def test_the_last_checkpoint_is_found_where_its_save_was_killed(
     for file in path.iterdir():
         file.rename(draft.temporary / file.name)
     path.rmdir()
-    assert pool2.run(resume_last, tmp_path, callback, options) == [0, 0]  # its save is not killed yet
+    assert pool2.run(resume_last_in, tmp_path, callback, options) == [0, 0]  # its save is not killed yet
     os.close(draft.file)
-    assert pool2.run(resume_last, tmp_path, callback, options) == [RECIPE.steps] * 2
+    assert pool2.run(resume_last_in, tmp_path, callback, options) == [RECIPE.steps] * 2
     # The fit has ended without an exception.
     assert files_in(path.parent) == (set() if callback is OnExceptionCheckpoint else {"last.ckpt"})
 
