@@ -20,7 +20,7 @@ from lightning_zero.integration.patches import OnShards, Undo
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
-from lightning_zero.sharding import Mesh, ShardingPolicy, unshard_parameters
+from lightning_zero.sharding import Group, Mesh, ShardingPolicy, unshard_parameters
 from lightning_zero.storage import Executor
 from lightning_zero.update import make_updater
 
@@ -111,6 +111,11 @@ class EngineStrategy(DDPStrategy):
     def options(self) -> StrategyOptions:
         """The options that were given to the constructor."""
         return self._options
+
+    @property
+    def world(self) -> Group:
+        """The group of all ranks; before the set-up this rank alone."""
+        return Group() if self._mesh is None else self._mesh.world
 
     @property
     def engine(self) -> Engine:

@@ -198,9 +198,8 @@ class CheckpointingStrategy(EngineStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         if self._background is not None:
             self._background.wait()
-        world = Group() if self._mesh is None else self._mesh.world
         path = _checkpoint.locate(checkpoint_path)
-        loaded = _checkpoint.load(path, world, weights_only is not False, self.options.checksums)
+        loaded = _checkpoint.load(path, self.world, weights_only is not False, self.options.checksums)
         if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
             now = self._written_by(self._mesh)
             changed = [

@@ -1,7 +1,7 @@
-"""Checkpoints from which a run goes on: recovers and finds them.
+"""Checkpoints from which a run goes on: recovers and finds them, and has all ranks load the same one.
 
-Lightning searches for the last one. Of a name at a URL it loses the protocol, and it asks for the time of a folder,
-which an object store does not have.
+Lightning searches for the last checkpoint on each rank by itself, before there is a process group. Of a name at a URL
+it loses the protocol, and it asks for the time of a folder, which an object store does not have.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.checkpoint.errors import CheckpointError, shortened, together
 from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.integration import private
+from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.patches import replace_methods
+from lightning_zero.sharding import Group
 
 
 def prepared(function: Callable[..., Any], trainer: pl.Trainer | None) -> Callable[..., Any]:
@@ -46,13 +49,17 @@ def prepared(function: Callable[..., Any], trainer: pl.Trainer | None) -> Callab
 def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the Trainer's function in a rank, which may be another process than that of :func:`prepared`."""
     connector = private.checkpoint_connector(trainer)
-    own_choose = private.choose_method(connector)
+    own_choose, own_start = private.choose_method(connector), connector.resume_start
 
     def choose(_: Any, *args: Any, **kwargs: Any) -> Any:
         with _searching_urls(trainer):
             return own_choose(*args, **kwargs)
 
-    undo = replace_methods(connector, {private.CHOOSE: choose})
+    def resume_start(_: Any, checkpoint_path: private.PathLike | None = None, weights_only: bool | None = None) -> None:
+        assert isinstance(trainer.strategy, EngineStrategy)
+        own_start(_agreed(checkpoint_path, trainer.strategy.world), weights_only=weights_only)
+
+    undo = replace_methods(connector, {private.CHOOSE: choose, "resume_start": resume_start})
     try:
         return function(*args, **kwargs)
     finally:
@@ -101,3 +108,30 @@ class _AtUrl(NamedTuple):
 def _filesystem_of(path: private.PathLike) -> Any:
     location = _checkpoint.locate(path)
     return _AtUrl(_checkpoint.completed_at(location)) if isinstance(location, RemotePath) else get_filesystem(path)
+
+
+def _agreed(path: private.PathLike | None, world: Group) -> private.PathLike | None:
+    """The checkpoint to load; all ranks load one if any of them has found one. Collective.
+
+    A rank may have looked while another one renamed the checkpoint, or on a disk of its own.
+
+    Args:
+        path: the one that this rank was given or has found; ``None`` if there is none.
+        world: the group of all ranks.
+
+    Raises:
+        CheckpointError: some ranks do not see it; raised on all ranks.
+    """
+    own = None if path is None else os.fspath(path)
+    found = {rank: each for rank, each in enumerate(world.all_gather_object(own, "agree on a checkpoint")) if each}
+    if len(found) in (0, world.size):
+        return path
+    finder, first = next(iter(found.items()))
+    seen = together(world, lambda: bool(own) or _checkpoint.locate(first).exists(), f"look for the checkpoint {first}")
+    if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+        raise CheckpointError(
+            f"rank {finder} has found the checkpoint {first}, but rank{'s' * (len(blind) > 1)} {shortened(blind)} "
+            "cannot see it, and a run resumes on all ranks or on none. Save to a file system that all nodes share, or "
+            "copy the checkpoint to the same path on every node; to start anew, leave ckpt_path out"
+        )
+    return path or first

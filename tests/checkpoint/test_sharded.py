@@ -544,6 +544,29 @@ def save_apart(strategy: Any, path: str) -> list[str]:
     return warned
 
 
+def resume_apart(folder: str, shared: bool) -> int | str:
+    """The step with which a fit goes on where only rank 0 finds a checkpoint, or the fit's error."""
+    own, exists = Path(folder) / str(dist.get_rank()), Path.exists
+    own.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared and dist.get_rank() > 0:
+            patch.setattr(Path, "exists", lambda self, **options: self.name != "last.ckpt" and exists(self, **options))
+        try:
+            return resume_last_in(own, ModelCheckpoint, {"dirpath": "checkpoints", "save_top_k": 0})
+        except CheckpointError as error:
+            return str(error)
+
+
+@ranks(2)
+def test_ranks_resume_together_or_not_at_all(pool: RankPool, tmp_path: Path) -> None:
+    """One rank finds the last checkpoint; the others have looked elsewhere."""
+    path = tmp_path / "0" / "checkpoints" / "last.ckpt"
+    pool.run(save_at_end, sharded("zero2"), RECIPE, str(path))
+    assert pool.run_within(30, resume_apart, str(tmp_path), True) == [RECIPE.steps] * 2
+    for message in pool.run_within(30, resume_apart, str(tmp_path), False):
+        assert str(message).startswith(f"rank 0 has found the checkpoint {path}, but rank 1 cannot see it")
+
+
 def load_own(folder: str) -> str:
     """How a load fails where every rank has a file system of its own."""
     with pytest.raises(CheckpointError) as caught:
