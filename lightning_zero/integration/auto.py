@@ -329,7 +329,8 @@ class ZeroAutoStrategy(ZeroStrategy):
         if not chosen.pick.lacks:
             rank_zero_info(str(chosen))
             return
-        text = "\n".join([str(chosen), *(f"- {lack}" for lack in chosen.pick.lacks)])
+        # A setting that would fit may be refused for a reason that the user can remove.
+        text = "\n- ".join([str(chosen), *chosen.pick.lacks, *chosen.pick.refused])
         if self.options.preflight == "error":
             raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the fit begins nevertheless.")
         rank_zero_warn(text)

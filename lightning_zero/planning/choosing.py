@@ -1,8 +1,8 @@
 """Chooses a way to train: the fastest by the plan among those that fit, the same on all ranks.
 
-Each rank computes what every candidate needs of its memory (:func:`needs_of`). The ranks exchange these needs, and the
-largest ones count (:func:`most`). All ranks then make the same choice by :func:`choose`, which depends only on its
-arguments.
+Each rank computes what every candidate needs of its memory, or why it cannot train (:func:`needs_of`). The ranks
+exchange this, and the largest needs count (:func:`most`). All ranks then make the same choice by :func:`choose`, which
+depends only on its arguments.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def spared(claims: Sequence[Claim], share: float = USABLE) -> list[Claim]:
 
 def needs_of(
     candidates: Sequence[Choice], plan_of: Callable[[Choice], Plan], flops: float, wide: bool, machine: Machine
-) -> list[Need | None]:
-    """Plans each candidate for this rank; None for a candidate that cannot train with the optimizers.
+) -> list[Need | str]:
+    """Plans each candidate for this rank; a candidate that cannot train has the reason instead of a need.
 
     Args:
         candidates: ways to train.
@@ -79,25 +79,26 @@ def needs_of(
         wide: whether the model computes in fp32.
         machine: the machine of the run.
     """
-    found: list[Need | None] = []
+    found: list[Need | str] = []
     for candidate in candidates:
         try:
             plan = plan_of(candidate)
-        except ValueError:
-            found.append(None)
+        except ValueError as error:
+            found.append(str(error))
             continue
         times = times_of(plan, candidate.setting, flops, wide, machine)
         found.append(Need(plan.peak, plan.held.disk, times))
     return found
 
 
-def most(ranks: Sequence[Sequence[Need | None]]) -> list[Need | None]:
-    """The largest need of any rank, by candidate; None if some rank cannot train with the candidate."""
+def most(ranks: Sequence[Sequence[Need | str]]) -> list[Need | str]:
+    """The largest need of any rank, by candidate; the first reason if some rank cannot train with the candidate."""
 
-    def of_all(needs: tuple[Need | None, ...]) -> Need | None:
-        known = [need for need in needs if need is not None]
-        if len(known) < len(needs):
-            return None
+    def of_all(needs: tuple[Need | str, ...]) -> Need | str:
+        reasons = [need for need in needs if isinstance(need, str)]
+        if reasons:
+            return reasons[0]
+        known = [need for need in needs if isinstance(need, Need)]
         parts = [asdict(need.times) for need in known]
         times = Times(**{name: max(part[name] for part in parts) for name in parts[0]})
         peak = Peak(*(max(values) for values in zip(*(need.peak for need in known), strict=True)))
@@ -116,6 +117,7 @@ class Pick:
         lacks: the memories that are too small for it; empty if it fits.
         fitting: number of candidates that fit.
         considered: number of candidates that can train.
+        refused: the different reasons why other candidates cannot train, each with the first of them.
     """
 
     number: int
@@ -123,28 +125,38 @@ class Pick:
     lacks: tuple[str, ...]
     fitting: int
     considered: int
+    refused: tuple[str, ...] = ()
 
 
-def choose(candidates: Sequence[Choice], needs: Sequence[Need | None], room: Room) -> Pick:
+def choose(candidates: Sequence[Choice], needs: Sequence[Need | str], room: Room) -> Pick:
     """Chooses the fastest candidate that fits or, if none fits, the one that takes the least memory.
 
-    Of candidates whose steps take the same time within a hundredth, the first is chosen.
+    Of candidates whose times are equal when they are rounded to about a hundredth, the first is chosen.
 
     Args:
         candidates: the simplest first.
-        needs: the need of each candidate.
+        needs: the need of each candidate, or the reason why it cannot train.
         room: the available memory.
 
     Raises:
-        ValueError: there is no candidate with which these optimizers can train.
+        ValueError: no candidate can train; the message has the reasons.
     """
-    known = [(number, need, room.lacks(need)) for number, need in enumerate(needs) if need is not None]
+    known = [(number, need, room.lacks(need)) for number, need in enumerate(needs) if isinstance(need, Need)]
+    refused = _refusals(candidates, needs)
     if not known:
-        raise ValueError("these optimizers cannot train with any of the candidates")
+        raise ValueError("\n- ".join(["no candidate can run this module:", *refused]))
 
     def key(one: tuple[int, Need, tuple[str, ...]]) -> tuple[bool, bool, float]:
         number, need, lacks = one
         return preference(not lacks, candidates[number].reduced, need.times.bound, need.peak.total)
 
     number, need, lacks = min(known, key=key)
-    return Pick(number, need, lacks, sum(not lacks for *_, lacks in known), len(known))
+    return Pick(number, need, lacks, sum(not lacks for *_, lacks in known), len(known), refused)
+
+
+def _refusals(candidates: Sequence[Choice], needs: Sequence[Need | str]) -> tuple[str, ...]:
+    first: dict[str, Choice] = {}  # by the reason, of which many candidates may have the same
+    for candidate, need in zip(candidates, needs, strict=True):
+        if isinstance(need, str):
+            first.setdefault(need, candidate)
+    return tuple(f"{candidate.python} is refused: {reason}" for reason, candidate in first.items())

@@ -193,22 +193,24 @@ def test_the_most_that_any_rank_needs_counts() -> None:
     def need(device: int, seconds: float) -> Need:
         return Need(Peak(device, 10 - device, 10), device, Times(seconds, 0.0, 0.0, 0.0))
 
-    assert most([[need(1, 2.0), None], [need(3, 1.0), need(1, 1.0)]]) == [
+    assert most([[need(1, 2.0), need(2, 2.0)], [need(3, 1.0), "no split"]]) == [
         Need(Peak(3, 9, 10), 3, Times(2.0, 0.0, 0.0, 0.0)),
-        None,
+        "no split",
     ]
 
 
-def test_what_is_equal_stays_in_order_and_what_rounds_otherwise_comes_last() -> None:
+def test_what_is_equal_stays_in_order_what_rounds_otherwise_comes_last_and_reasons_are_told_once() -> None:
     case = FAST[0]
     some = [Choice({}, name, setting(Way("zero1", {}), case)) for name in "abc"]
     some[0] = replace(some[0], reduced=True)
     needs = [Need(Peak(1, 1, 2), 0, Times(seconds, 0.0, 0.0, 0.0)) for seconds in (0.5, 1.001, 1.0)]
     room = room_of(case)
-    assert choose(some, needs, room).number == 1
-    assert choose(some, [needs[0], None, None], room).number == 0
-    with pytest.raises(ValueError, match="cannot train with any"):
-        choose(some, [None, None, None], room)
+    pick = choose(some, needs, room)
+    assert (pick.number, pick.refused) == (1, ())
+    pick = choose(some, [needs[0], "no split", "no split"], room)
+    assert (pick.number, pick.refused) == (0, ("b is refused: no split",))
+    with pytest.raises(ValueError, match=r":\n- a is refused: no units\n- c is refused: no split$"):
+        choose(some, ["no units", "no units", "no split"], room)
 
 
 def test_devices_are_known_by_the_names_of_their_drivers() -> None:

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankError, RankPool, ranks
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from planning.test_preflight import MIB, Blocks, machine, write_machine
@@ -110,6 +110,16 @@ def test_a_container_gets_what_fits_into_it(pool: RankPool, tmp_path: Path) -> N
         if not name:
             assert "none of which fits" in said
             assert "the control group (container) has" in said
+
+
+def test_the_reasons_are_told_where_no_setting_can_run_or_none_that_can_fits(pool1: RankPool, tmp_path: Path) -> None:
+    root = write_machine(tmp_path, 4096 * MIB, 10 * MIB)
+    with pytest.raises(RankError, match=r"no candidate can run.*\n.*\"zero0\" is refused: units=\['Gone'\] match no"):
+        pool1.run(fit_with, root, {"units": ["Gone"]})
+    ((_, steps, said),) = pool1.run(fit_with, root, {"master_layout": "split"})
+    assert steps == 0
+    assert "the control group (container) has" in said
+    assert '- "zero0" is refused: AdamW would be updated by torch\'s operations, which need fp32 masters' in said
 
 
 def fit_in_address_space(room: int) -> str:
