@@ -63,12 +63,14 @@ class Chosen:
         pick: the memory and time that it takes, and the number of ways from which it was chosen.
         machine: the machine whose rates were used.
         timed: whether the time of computing was known.
+        for_fit: whether the optimizers of a fit were known; an evaluation has none.
     """
 
     way: Way
     pick: Pick
     machine: Machine
     timed: bool
+    for_fit: bool
 
     def __str__(self) -> str:
         pick, gpu = self.pick, self.machine.gpu
@@ -206,22 +208,24 @@ class ZeroAutoStrategy(ZeroStrategy):
 
     @override
     def _settle_options(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer] | None) -> None:
-        module, engine = self.lightning_module, self._engine
+        module = self.lightning_module
         assert module is not None
-        if (
-            engine is None
-            or not self._fits(engine, module, optimizers or ())
-            or not (optimizers is None or engine.placement.trains)
-        ):
+        if not self._keeps_choice(module, optimizers):
             memory = self._describe_memory(module, optimizers, trainer)
             memory = dataclasses.replace(memory, trace=self._traced(module))
-            chosen = self._choose(memory, private.is_compiled(module))
+            chosen = self._choose(memory, private.is_compiled(module), for_fit=optimizers is not None)
             self._say(chosen)
             self._become(chosen.way)
             self.chosen = chosen
             self._warn_of_copies(module)
         if optimizers is not None:
             self._log(trainer.loggers)
+
+    def _keeps_choice(self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None) -> bool:
+        """Whether an earlier choice holds: its engine fits, and a fit's choice has counted the optimizers' state."""
+        if self._engine is None or self.chosen is None or not self._fits(self._engine, module, optimizers or ()):
+            return False
+        return optimizers is None or self.chosen.for_fit
 
     def _log(self, loggers: Sequence[Logger]) -> None:
         """Logs the choice with which a fit runs, unless an earlier fit has logged it.
@@ -234,7 +238,7 @@ class ZeroAutoStrategy(ZeroStrategy):
                 logger.log_hyperparams({AUTO: self.chosen.hyperparameters(self.options)})
         self._logged = self.chosen
 
-    def _choose(self, memory: Memory, compiled: bool) -> Chosen:
+    def _choose(self, memory: Memory, compiled: bool, for_fit: bool) -> Chosen:
         """Returns the fastest way that fits, the same on all ranks. Collective."""
         assert self._mesh is not None
         world, path = self._mesh.world, self.options.disk_path
@@ -261,7 +265,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         flops = 0 if memory.trace is None else memory.micro_batches * memory.trace.flops
         needs = needs_of(candidates, lambda candidate: memory.plan_of(candidate.setting), flops, wide, machine)
         pick = choose(candidates, most(world.all_gather_object(needs, "tell what each way takes")), room)
-        return Chosen(offered[pick.number], pick, machine, flops > 0)
+        return Chosen(offered[pick.number], pick, machine, flops > 0, for_fit)
 
     def _candidate(self, way: Way, memory: Memory) -> Choice:
         options = self._options_of(way)
