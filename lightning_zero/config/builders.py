@@ -72,6 +72,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     from hydra.utils import get_class, instantiate
     from lightning.fabric import Fabric, strategies
     from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.strategies.strategy import Strategy
 
     from lightning_zero import ZeroFabricStrategy, ZeroStrategy
     from lightning_zero.integration.auto import ZeroAutoStrategy
@@ -100,7 +101,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     fabric = Fabric(strategy=strategy, loggers=build_group(cfg.logger), **flags, **precision)
     if isinstance(fabric.strategy, DDPStrategy) and (reason := why_not_in_sweep(fabric.strategy)):
         raise ConfigError(reason)
-    _explain_folders(fabric.strategy, strategies.Strategy)
+    _explain_folders(fabric.strategy, Strategy)
     return fabric
 
 
