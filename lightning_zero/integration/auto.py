@@ -354,8 +354,8 @@ class ZeroAutoStrategy(ZeroStrategy):
 
 
 def _free(path: str) -> int:
-    """Free bytes of the disk."""
+    """The free bytes of the disk that holds a path; its last folders may be missing."""
     folder = Path(path).absolute()
-    while not folder.exists():  # the run will make it
+    while not folder.exists():  # this is an error only if the disk is chosen
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -269,8 +269,11 @@ def test_what_it_does_not_take_is_an_error(options: dict[str, Any], error: type[
 def test_a_disk_is_not_chosen_where_state_must_be_in_memory_or_a_rank_knows_no_disk(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """These would be two errors, of the options and of ranks that consider different ways, not two fits."""
-    root, known = write_machine(tmp_path, 4096 * MIB, None), {"nvme_path": str(tmp_path)}
+    """These would be two errors, of the options and of ranks that consider different ways, not two fits.
+
+    The disk is known before its folder is made.
+    """
+    root, known = write_machine(tmp_path, 4096 * MIB, None), {"nvme_path": str(tmp_path / "made" / "later")}
     in_memory = {"update_in_backward": True, "skip_nonfinite": False}
     considered = []
     for options in ([known | in_memory], [in_memory], [known, {}], [{}], [known]):
