@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_zero.integration.preflight import DoesNotFitError
     from lightning_zero.integration.strategy import ZeroStrategy
     from lightning_zero.sharding import CollectiveError
+    from lightning_zero.storage import DiskError
     from lightning_zero.update import (
         CPUSGD,
         CPUAdagrad,
@@ -46,6 +47,7 @@ __all__ = [
     "CPULion",
     "CheckpointError",
     "CollectiveError",
+    "DiskError",
     "DoesNotFitError",
     "DynamicLossScaler",
     "LossScaleError",
@@ -74,6 +76,7 @@ _HOMES = {
     "CPUSGD": "lightning_zero.update",
     "CheckpointError": "lightning_zero.checkpoint",
     "CollectiveError": "lightning_zero.sharding",
+    "DiskError": "lightning_zero.storage",
     "DoesNotFitError": "lightning_zero.integration.preflight",
     "DynamicLossScaler": "lightning_zero.update",
     "LossScaleError": "lightning_zero.update",

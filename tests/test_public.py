@@ -86,3 +86,7 @@ def test_pytorch_lightning_is_told_what_to_import(new_ranks: Callable[[int], Ran
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="ZeroStrateegy"):
         _ = lightning_zero.ZeroStrateegy
+
+
+def test_the_error_of_a_disk_can_be_caught_by_its_name() -> None:
+    assert lightning_zero.DiskError is lightning_zero.storage.DiskError
