@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
 from lightning_zero.integration import engines, private, remedies
+from lightning_zero.integration.disk import reserve
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.patches import OnShards, Undo
 from lightning_zero.integration.precision import ZeroPrecision
@@ -199,6 +200,8 @@ class EngineStrategy(DDPStrategy):
             )
             private.report(module, self.root_device, precision.module_dtype)
             self._engine = engine
+        elif optimizers is not None:  # an evaluation, or a fit with another optimizer, has reserved less
+            reserve(engine.placement.optimizer_store, engine.placement.mesh.world, self._planned)
         precision.attach(engine)  # another Trainer with the same plugin may have run since
         if optimizers is not None:
             engine.begin_training()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.planning import Plan
-from lightning_zero.sharding import Mesh
-from lightning_zero.storage import DiskError, DiskStore, Executor
+from lightning_zero.sharding import Group, Mesh
+from lightning_zero.storage import DiskError, DiskStore, Executor, TensorStore
 from lightning_zero.storage.run_folder import FileSystem, RunFolder, file_system
 
 _PROBED_BYTES = 1 << 29  # least state of a rank for a probe: with less, a step ends before a probe would
@@ -61,12 +62,7 @@ def make_disk_store(
         failure = error
     outcome = None if failure is None else failure.args, way
     outcomes = mesh.world.all_gather_object(outcome, "make folders on the disks")
-    if failure is not None:
-        raise failure
-    for rank, (arguments, _) in enumerate(outcomes):
-        if arguments is not None:
-            code, message, *_ = arguments
-            raise DiskError(code, f"rank {rank}: {message}", str(base))
+    _raise_together(failure, [arguments for arguments, _ in outcomes], str(base))
     assert store is not None
     if (found := outcomes[first][1]) is not None:
         store.opened.pool = found.pool()
@@ -79,6 +75,38 @@ def make_disk_store(
         )
     mesh.world.all_gather_object(None, "look at the folders")  # no folder may be removed before all have looked
     return store
+
+
+def reserve(store: TensorStore, world: Group, planned: Callable[[], Plan | None]) -> None:
+    """Reserve room for everything that a plan puts into a store that an earlier run has made. Collective.
+
+    Args:
+        store: of optimizer state; one in memory needs no room on a disk.
+        world: of all ranks.
+        planned: see :func:`make_disk_store`.
+
+    Raises:
+        DiskError: on all ranks, if one of them has no room.
+    """
+    if not isinstance(store, DiskStore) or (plan := planned()) is None:
+        return
+    failure = None
+    try:
+        store.reserve(plan.held.disk)
+    except DiskError as error:
+        failure = error
+    outcomes = world.all_gather_object(None if failure is None else failure.args, "reserve room on the disks")
+    _raise_together(failure, outcomes, str(store.opened.path))
+
+
+def _raise_together(failure: DiskError | None, outcomes: Sequence[tuple[Any, ...] | None], path: str) -> None:
+    """Raise this rank's failure, or the first one of the others, whose arguments are ``outcomes``."""
+    if failure is not None:
+        raise failure
+    for rank, arguments in enumerate(outcomes):
+        if arguments is not None:
+            code, message, *_ = arguments
+            raise DiskError(code, f"rank {rank}: {message}", path)
 
 
 def _new_run() -> str:

@@ -15,15 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from callbacks.test_ema import EACH_STEP, Various, fit_averaged, floating
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankError, RankPool, slow_unless
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric import Fabric
 from strategy.fits import DDP, Fitted, Lit, Recipe, assert_same, fit, make_trainer
 from strategy.test_edits import VISIBLE, Edited, assert_same_after_every_batch, assign_data, from_vector, write_data
 from strategy.test_gradients_of_users import FAST, Assigned, ByHand, Changes, Scaled, half, to_floats
 
-from lightning_zero import DynamicLossScaler, ZeroStrategy, ops
+from lightning_zero import DynamicLossScaler, ZeroFabricStrategy, ZeroStrategy, ops
+from lightning_zero.engine import Engine
 from lightning_zero.integration import disk as integration_disk
 from lightning_zero.integration.disk import warn_of
 from lightning_zero.integration.names import STRATEGIES
@@ -403,3 +406,65 @@ def fit_in_memory(path: Path) -> str:
 
 def test_a_file_system_in_memory_is_named_before_it_is_filled(pool1: RankPool, tmp_path: Path) -> None:
     assert "is on tmpfs, a file system in host memory" in pool1.run(fit_in_memory, tmp_path)[0]
+
+
+class Room(Lit):
+    """Notes before its first step how many bytes are reserved on the disk."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        self.notes.append(disk_of(self.trainer.strategy.engine).nbytes)  # type: ignore[attr-defined]
+        return super().training_step(batch, index)
+
+
+def disk_of(engine: Engine) -> DiskFile:
+    store = engine.placement.optimizer_store
+    assert isinstance(store, DiskStore)
+    return store.opened
+
+
+def fit_after_an_evaluation(path: Path) -> tuple[int, int]:
+    """The bytes that are reserved before the first step, and those that rest on the disk after the last."""
+    trainer, lit = make_trainer(nvme("zero3_nvme", path), limit_val_batches=1), Room(RECIPE)
+    trainer.validate(lit, verbose=False)
+    trainer.fit(lit)
+    return lit.notes[0], disk_of(trainer.strategy.engine).given  # type: ignore[attr-defined]
+
+
+def train_with_fabric(path: Path) -> tuple[int, int]:
+    """The same of a step under Fabric."""
+    strategy = ZeroFabricStrategy(**nvme("zero2_nvme", path))
+    fabric = Fabric(accelerator=place.accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = RECIPE.make_model()
+    sharded, optimizer = fabric.setup(model, RECIPE.make_optimizer(model))
+    disk = disk_of(strategy.engines[0])
+    reserved = disk.nbytes
+    (batches, *_), *_ = RECIPE.batches(fabric.world_size)
+    fabric.backward(models.next_token_loss(sharded, batches[fabric.global_rank]))
+    optimizer.step()
+    return reserved, disk.given
+
+
+def test_room_is_reserved_before_the_first_step(pool2: RankPool, tmp_path: Path) -> None:
+    """Also of a fit whose evaluation before it needed less, and under Fabric."""
+    for run in (fit_after_an_evaluation, train_with_fabric):
+        for reserved, resting in pool2.run(run, tmp_path):
+            assert reserved >= resting > 0
+
+
+def fit_without_room(path: Path) -> str:
+    """The error of a fit after an evaluation, where the disk of rank 1 has no room left."""
+    trainer, lit = make_trainer(nvme("zero3_nvme", path), limit_val_batches=1), Lit(RECIPE)
+    trainer.validate(lit, verbose=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(DiskStore, "reserve", mock.Mock(side_effect=DiskError(errno.ENOSPC, "no room", str(path))))
+        with pytest.raises(DiskError) as caught:
+            trainer.fit(lit)
+    return str(caught.value)
+
+
+def test_a_disk_that_has_no_room_after_an_evaluation_ends_the_fit_on_all_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    first, second = pool2.run(fit_without_room, tmp_path)
+    assert "rank 1: no room" in first
+    assert "no room" in second

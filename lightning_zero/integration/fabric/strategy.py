@@ -28,6 +28,7 @@ from lightning_zero.integration.failures import tell_of_uncaught
 from lightning_zero.integration.names import refuse_auto, register_auto_in, register_in
 from lightning_zero.integration.options import StrategyOptions, check_names
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
+from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import ShardingPolicy, unshard_parameters
 from lightning_zero.sharding.adoption import move_own
 from lightning_zero.storage import Executor, InlineExecutor, make_executor
@@ -196,8 +197,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         for engine in held:  # of an earlier Fabric or Trainer, or of an earlier set-up of this module
             engines.release(engine)
         move_own(module, self.root_device)
-        if optimizers:
-            self._check_memory(module, optimizers)
+        memory = self._describe_memory(module, optimizers) if optimizers else None
+        if memory is not None:
+            preflight.check(memory, None, self._mesh.world, self.options.preflight)
         engine = engines.make_engine(
             module,
             self._mesh,
@@ -206,6 +208,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             self.root_device,
             self._executor,
             optimizers,
+            planned=lambda: None if memory is None else memory.plan,
         )
         private.report(module, self.root_device, self._settings.module_dtype)
         sharded = ShardedModule(module, engine)
@@ -231,10 +234,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
                     "no longer needed, call fabric.strategy.release(other) first"
                 )
 
-    def _check_memory(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Compare the plan with the memory, for a step of one micro-batch, since their number is not known."""
-        assert self._mesh is not None
-        memory = engines.describe_memory(
+    def _describe_memory(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Memory:
+        """Describe the memory for a step of one micro-batch, since their number is not known."""
+        return engines.describe_memory(
             module,
             optimizers,
             self.options,
@@ -244,7 +246,6 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             1,
             {id(p): p.dtype for p in module.parameters()},
         )
-        preflight.check(memory, None, self._mesh.world, self.options.preflight)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
