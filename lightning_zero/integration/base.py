@@ -23,7 +23,7 @@ from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import Group, Mesh, ShardingPolicy, unshard_parameters
 from lightning_zero.storage import Executor
-from lightning_zero.update import make_updater
+from lightning_zero.update import block_of, make_updater
 
 T = TypeVar("T")
 
@@ -233,6 +233,8 @@ class EngineStrategy(DDPStrategy):
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         # Another Trainer may have released the engine, and the module may have new parameters.
         if engine.module is not module or not engine.holds([*module.parameters(), *parameters]):
+            return False
+        if engine.placement.block % block_of(optimizers):  # shard borders may cut blocks of state
             return False
         return engine.holds_whole(engines.parameters_kept_whole(self.options, optimizers, self.root_device))
 

@@ -142,6 +142,27 @@ def test_a_fit_in_blocks_has_the_bits_of_one_rank(pool1: RankPool, pool2: RankPo
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
 
 
+def fit_after(before: str, recipe: Recipe) -> Fitted:
+    """In blocks, with a Trainer that has evaluated before, or trained with state in fp32."""
+    lit, trainer = Alike(recipe), make_trainer("zero2_offload", limit_val_batches=1)
+    if before == "validate":
+        trainer.validate(lit, verbose=False)
+    else:
+        lit.optimizer, lit.recipe = "torch", dataclasses.replace(recipe, options={"lr": 0.05})
+        trainer.fit(lit)
+        lit.optimizer, lit.recipe = Alike.optimizer, recipe
+        trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+def test_what_ran_before_cuts_no_blocks(pool1: RankPool, pool2: RankPool) -> None:
+    options = {"lr": 0.05, "state_dtype": "int8", "seed": 3}
+    recipe = dataclasses.replace(RECIPE, model="wide", micro=1, steps=6, options=options)
+    for before in ("validate", "fit"):
+        assert_same_fits(pool2.run(fit_after, before, recipe)[:1], pool1.run(fit_after, before, recipe))
+
+
 @ranks(2)
 def test_a_fit_resumes_with_torchs_class(pool: RankPool, tmp_path: Path) -> None:
     """Which keeps its fp32 state."""
