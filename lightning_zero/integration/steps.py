@@ -24,7 +24,7 @@ from lightning_zero.integration import engines, patches, private, readers
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
-from lightning_zero.integration.uneven import EvenPasses
+from lightning_zero.integration.uneven import EvenPasses, note_missing_batches
 from lightning_zero.sharding import Subject
 from lightning_zero.storage import Phase
 
@@ -64,6 +64,12 @@ class SteppingStrategy(EngineStrategy):
         if trainer.is_last_batch and self._mesh is not None:
             number, epoch = trainer.fit_loop.epoch_loop.batch_idx + 1, trainer.current_epoch
             self._mesh.board.put(Subject.LOADER, f"after batch {number} of epoch {epoch}")
+
+    def _note_missing_batches(self, trainer: pl.Trainer) -> None:
+        """Have a fit note where this rank's loader gives no batch, for the same error."""
+        mesh = self.engine.placement.mesh
+        if trainer.state.fn == TrainerFn.FITTING and mesh.world.size > 1:
+            self._undo += note_missing_batches(trainer, mesh.board)
 
     def _may_lack_a_loss(self) -> bool:
         """Whether a rank may skip a backward that others run: not if they gather parameters in it."""

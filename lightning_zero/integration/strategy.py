@@ -388,6 +388,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
         self.setup_precision_plugin()
         self._show_sums(trainer)
         self._look_for_readers(trainer)
+        self._note_missing_batches(trainer)
         self._tell_monitors(trainer)
         for wrapper in self._lightning_optimizers:
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.

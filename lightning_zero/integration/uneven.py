@@ -1,8 +1,9 @@
-"""Evaluations in which ranks have different numbers of batches, though at stage 3 every forward gathers on all ranks.
+"""Runs in which ranks have different numbers of batches, though all of them compute together.
 
-Lightning distributes the samples of ``predict`` without repeating any, so that some ranks have a batch less than
-others. A rank that runs out of batches gathers and frees its units in the order of its last pass, without computing,
-once for each batch that the longest loader has more.
+In an evaluation they may, although at stage 3 every forward gathers on all ranks. Lightning distributes the samples of
+``predict`` without repeating any, so that some ranks have a batch less than others. A rank that runs out of batches
+gathers and frees its units in the order of its last pass, without computing, once for each batch that the longest
+loader has more. In training a rank that runs out of batches notes where, for the error of ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
 
 from lightning_zero.engine import Engine
 from lightning_zero.integration import private
-from lightning_zero.sharding import Mesh, Subject
+from lightning_zero.integration.patches import Undo
+from lightning_zero.sharding import Board, Mesh, Subject
 
 
 class EvenPasses:
@@ -68,3 +72,38 @@ def _missing(own: Sequence[float], everyone: Sequence[Sequence[float]]) -> Count
     for end, number, numbers in zip(accumulate(own), own, zip(*everyone, strict=True), strict=True):
         missing[int(end)] += int(max(numbers) - number)
     return missing
+
+
+class _NoBatch(Callback):
+    """Notes that an epoch of training has no batch on this rank.
+
+    Args:
+        board: on which it is noted.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            self._note(trainer)
+
+    def leave(self, trainer: pl.Trainer) -> None:
+        """Note that a fit, which ends here, has not even begun an epoch."""
+        if 0 in (trainer.num_training_batches, trainer.limit_train_batches):
+            self._note(trainer)
+
+    def _note(self, trainer: pl.Trainer) -> None:
+        self._board.put(Subject.LOADER, f"before the first batch of epoch {trainer.current_epoch}")
+
+
+def note_missing_batches(trainer: pl.Trainer, board: Board) -> list[Undo]:
+    """Have a fit note on the board where this rank has no batch at all, for the error of ranks that wait for it.
+
+    Returns:
+        What undoes it at the end of the fit.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(0, no_batch := _NoBatch(board))  # the hooks of others may wait for ranks that are elsewhere
+    return [lambda: callbacks.remove(no_batch), lambda: no_batch.leave(trainer)]

@@ -143,6 +143,57 @@ def test_a_loader_that_ran_out_is_named(pool: RankPool) -> None:
     assert "Trainer(limit_train_batches=...)" in first
 
 
+class Empty(Lit):
+    """Rank 1 has no batch, which Lightning is told to accept."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        driver.limit_waits(mesh_of(self), 1.0)  # when the fit of the other rank has ended
+        return super().training_step(batch, index)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(list(super().loader()) * (1 - dist.get_rank()), batch_size=None)  # type: ignore[arg-type]
+
+
+class EmptyStream(Empty):
+    """Its length is unknown."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Given([*super().train_dataloader()]), batch_size=None)
+
+
+class Given(IterableDataset[Tensor]):
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+def error_without_batches(module: type[Empty]) -> str:
+    """The message with which a rank waits for one that has no batch."""
+    try:
+        make_trainer({"stage": 2}).fit(module(Recipe()))
+    except CollectiveError as error:
+        return str(error)
+    if module is Empty:
+        # Lightning's question before the first batch, to which this rank has not come.
+        dist.broadcast(torch.tensor([0], device=place.device()), 0)
+    dist.barrier()  # of `limit_waits`
+    return ""
+
+
+@ranks(2)
+def test_a_rank_without_batches_is_named(pool: RankPool) -> None:
+    for module in (Empty, EmptyStream):
+        first, second = pool.run(error_without_batches, module)
+        assert "a loader ran out of batches: on rank 1 before the first batch of epoch 0; not yet on rank 0." in first
+        assert not second
+
+
 class Stream(IterableDataset[Tensor]):
     """Its length is unknown; rank 1 has a batch less."""
 
