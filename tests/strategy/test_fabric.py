@@ -641,6 +641,8 @@ def misuse(path: str) -> None:
 
 
 def test_what_cannot_work_says_so(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="evaluation_masters=True works with the Trainer"):
+        ZeroFabricStrategy(evaluation_masters=True)
     with pytest.raises(ValueError, match="async_save=True works with the Trainer"):
         ZeroFabricStrategy(async_save=True)
     with pytest.raises(TypeError, match="did you mean 'bucket_size_mb'"):

@@ -70,7 +70,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         cluster_environment: as for :class:`lightning.fabric.strategies.DDPStrategy`.
         checkpoint_io: as for :class:`lightning.fabric.strategies.DDPStrategy`.
         precision: a plugin; a :class:`~lightning_zero.ZeroPrecision` has options that ``Fabric(precision=...)`` lacks.
-        **options: those of :class:`~lightning_zero.ZeroStrategy`, except ``async_save`` and ``update_in_backward``.
+        **options: those of :class:`~lightning_zero.ZeroStrategy`, except ``async_save``, ``evaluation_masters`` and
+            ``update_in_backward``.
 
     Raises:
         ValueError: for a value that is not one of those described there, or a combination that cannot work.
@@ -99,6 +100,11 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             raise ValueError(
                 "update_in_backward=True works with the Trainer, which tells before a backward whether a step follows, "
                 "and which hooks run between; with Fabric this is not known. Use update_in_backward=False"
+            )
+        if self.options.evaluation_masters:
+            raise ValueError(
+                "evaluation_masters=True works with the Trainer, whose evaluations make no masters otherwise; "
+                "fabric.setup always makes them. Use evaluation_masters=False"
             )
         super().__init__(
             accelerator=accelerator,
