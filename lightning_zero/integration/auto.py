@@ -62,7 +62,7 @@ class Chosen:
         way: the name and the options.
         pick: the memory and time that it takes, and the number of ways from which it was chosen.
         machine: the machine whose rates were used.
-        timed: whether the time of computing was known.
+        timed: whether activations and the time of computing were known.
         for_fit: whether the optimizers of a fit were known; an evaluation has none.
     """
 
@@ -81,7 +81,7 @@ class Chosen:
             else f"the fastest of {pick.fitting} settings that fit, of {pick.considered} considered"
         )
         disk = f", {in_units(pick.need.disk)} on the disk" if pick.need.disk else ""
-        but = "" if self.timed else "not counting activations and computing (there is no example_input_array), "
+        but = "" if self.timed else "not counting activations and computing (no example_input_array shows them), "
         return (
             f"{AUTO} chose {self.way.python}: {why}; {but}a rank takes {in_units(peak.device)} on the "
             f"device, {in_units(peak.host)} in host memory{disk} at most, a step at least {times.bound:.2g} s, most of "
@@ -114,11 +114,16 @@ class ZeroAutoStrategy(ZeroStrategy):
 
     It chooses when a run is set up, since only then the module and its optimizers are known. It chooses the stage,
     where optimizer state and parameters rest (on the device, in host memory, or on a disk if ``nvme_path`` or the
-    environment variable names one on every rank, and not with ``update_in_backward``), and those of the options below
-    that are not given. The ranks exchange their available memory, so that all make the same choice; it depends only on
-    model, optimizer and machine. After that the run equals one with the chosen strategy, bit for bit. One log line says
-    what was chosen and why, and loggers get the choice for a fit as the hyperparameters ``zero_auto``. Later runs with
-    the same module keep the choice; only the first fit after an evaluation chooses again.
+    environment variable names one on every rank, and not with ``update_in_backward``), which part of them is offloaded,
+    and those of the options below that are not given. The ranks exchange their available memory, so that all make the
+    same choice; it depends only on the module, its optimizers, the options and the machines with their free memory.
+    After that the run equals one with the chosen strategy, bit for bit. One log line says what was chosen and why, and
+    loggers get the choice for a fit as the hyperparameters ``zero_auto``. Later runs with the same module keep the
+    choice until :meth:`release`. Only two kinds of fits choose again: the first after an evaluation, and one whose
+    optimizers need another layout of the shards.
+
+    If nothing fits, a run ends on all ranks, an evaluation as well. With ``preflight="warn"`` or ``"off"`` it warns and
+    takes the strategy that needs least memory.
 
     Before the choice the strategy is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make
     are sharded in host memory as they are made, and move to the chosen place later. The micro-batch is not changed.
@@ -126,23 +131,25 @@ class ZeroAutoStrategy(ZeroStrategy):
     Whether a strategy fits is decided as by ``preflight``, from the memory of the device and of the machine, within the
     limits of control groups and of the process, less the memory in use and a twentieth of the rest. If the module has
     an ``example_input_array``, which should have the size of a micro-batch, a run on it without values gives the
-    activations and computations of a micro-batch. Otherwise both are unknown: sending and copying count as if no
-    computation ran beside them, and ``reserve_gb`` sets aside memory for activations. The rates are those that
-    ``lightning-zero doctor --measure`` has measured on the machine of rank 0, otherwise those of the device's vendor.
+    activations and computations of a micro-batch. Otherwise both are unknown, and also if that run fails or layers were
+    sharded as they were made: then sending and copying count as if no computation ran beside them, and ``reserve_gb``
+    sets aside memory for activations. The rates are those that ``lightning-zero doctor --measure`` has measured on the
+    machine of rank 0, otherwise those of the device's vendor or, for processors, assumed ones.
 
     Args:
         device_memory_gb: memory, in 2^30 bytes, that the plan of a rank may use on its device (on a CPU: host memory);
             default: all available memory.
         host_memory_gb: host memory, in 2^30 bytes, that the plans of all ranks of a machine may use together; default:
             all available memory.
-        reserve_gb: memory, in 2^30 bytes, to leave free on each rank's device, for activations that are unknown without
-            an ``example_input_array``.
+        reserve_gb: memory, in 2^30 bytes, to leave free on each rank's device, such as for activations that are
+            unknown. It is left free beside those that are known, too.
         shard_size: as for :class:`ZeroStrategy`; ``None``: chosen.
         bucket_size_mb: as for :class:`ZeroStrategy`; ``None``: chosen.
         persistence_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
         max_live_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
         accumulate_on_device: as for :class:`ZeroStrategy`; ``None``: chosen.
-        **options: other options of :class:`ZeroStrategy`, except ``stage`` and those of offloading, ``offload_...``.
+        **options: other options of :class:`ZeroStrategy`, except ``stage``, ``offload_optimizer``, ``offload_params``
+            and ``offload_fraction``; ``offload_gradients`` holds if a disk is chosen.
 
     Raises:
         ValueError: for a value that is not one of those described there.
@@ -265,7 +272,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         flops = 0 if memory.trace is None else memory.micro_batches * memory.trace.flops
         needs = needs_of(candidates, lambda candidate: memory.plan_of(candidate.setting), flops, wide, machine)
         pick = choose(candidates, most(world.all_gather_object(needs, "tell what each way takes")), room)
-        return Chosen(offered[pick.number], pick, machine, flops > 0, for_fit)
+        return Chosen(offered[pick.number], pick, machine, memory.trace is not None, for_fit)
 
     def _candidate(self, way: Way, memory: Memory) -> Choice:
         options = self._options_of(way)
@@ -336,7 +343,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         # A setting that would fit may be refused for a reason that the user can remove.
         text = "\n- ".join([str(chosen), *chosen.pick.lacks, *chosen.pick.refused])
         if self.options.preflight == "error":
-            raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the fit begins nevertheless.")
+            raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the run begins nevertheless.")
         rank_zero_warn(text)
 
     def _become(self, way: Way) -> None:

@@ -184,10 +184,19 @@ class Broken(Example):
         raise KeyError("gone")
 
 
+class Scales(Example):
+    """Its forward multiplies no matrices, so that it counts as no operations."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch * self.blocks[0][0].bias  # type: ignore[index]
+
+
 @pytest.mark.filterwarnings("ignore:zero_auto does not know activations")
-def test_an_example_that_fails_is_no_obstacle(pool1: RankPool) -> None:
-    (chosen,) = pool1.run(choose_with, Broken, 64, 0)
-    assert not chosen.timed
+def test_an_example_that_fails_is_no_obstacle_and_one_without_matrix_products_is_known(pool1: RankPool) -> None:
+    for module, known in ((Broken, False), (Scales, True)):
+        (chosen,) = pool1.run(choose_with, module, 64, 0)
+        assert chosen.timed == known
+        assert ("not counting activations" in str(chosen)) == (not known)
 
 
 class Told(CSVLogger):
