@@ -78,7 +78,10 @@ def _directory(path: Location) -> str | None:
         try:
             entries = read_directory(file)
         except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
+            raise ValueError(
+                f"{path} is truncated or damaged: it has no directory at its end ({error}). Copy it again, or use an "
+                "earlier checkpoint"
+            ) from error
     return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 

@@ -154,7 +154,9 @@ class Folder:
             try:
                 self._header = _MetadataUnpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
+                raise CheckpointError(
+                    f"{path / METADATA} is damaged ({type(error).__name__}: {error}). Use an earlier checkpoint"
+                ) from error
         if not self.meta.is_file():
             raise CheckpointError(
                 f"{path} has no {META}, which is written last: it was never completed, or not copied as a whole, or is "
@@ -197,7 +199,10 @@ class Folder:
             if (size := nbytes_of(self.path / name)) is None:
                 missing.add(name)
             elif size < end:
-                raise CheckpointError(f"{self.path / name} is truncated: it has {size} of {end} bytes")
+                raise CheckpointError(
+                    f"{self.path / name} is truncated: it has {size} of {end} bytes. Copy it again, or use an earlier "
+                    "checkpoint"
+                )
         return missing
 
     def open_files(self) -> None:

@@ -282,7 +282,7 @@ def _file(overwrite: bool) -> Question[Path]:
         if path.exists() and not overwrite:
             raise ValueError(f"{path} exists: give another name, or --overwrite")
         if not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no folder")
+            raise ValueError(f"{path.parent} is no folder: make it, or give another name")
         return path
 
     return Question("--out", "Which file?", read, "config.yaml", is_path=True)

@@ -204,6 +204,21 @@ class ZeroAutoStrategy(ZeroStrategy):
         """Register ``zero_auto``."""
         register_auto_in(strategy_registry, cls)
 
+    @classmethod
+    @override
+    def class_with(cls, option: str) -> str:
+        return ZeroStrategy.__name__ if option in CHOSEN else super().class_with(option)
+
+    @override
+    def _describe_memory(
+        self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None, trainer: pl.Trainer
+    ) -> Memory:
+        """Leaves out changes of options that are always chosen: the group ``strategy=auto`` does not have these."""
+        memory = super()._describe_memory(module, optimizers, trainer)
+        chosen = tuple(f"strategy.{option}=" for option in CHOSEN)
+        candidates = [(typed, setting) for typed, setting in memory.candidates if not typed.startswith(chosen)]
+        return dataclasses.replace(memory, candidates=candidates)
+
     @override
     def _check_compiled(self, module: pl.LightningModule) -> None:
         """Do nothing: stage 3 is never chosen for a compiled module."""

@@ -51,7 +51,7 @@ class _Option(Generic[T]):
     def __set__(self, strategy: EngineStrategy, value: T) -> NoReturn:
         raise AttributeError(
             f"{self._name}={value!r} cannot be set any more: options are fixed when the strategy is made; use "
-            f"{type(strategy).__name__}({self._name}={value!r})"
+            f"{strategy.class_with(self._name)}({self._name}={value!r})"
         )
 
 
@@ -107,6 +107,11 @@ class EngineStrategy(DDPStrategy):
     evaluation_masters = _Option(lambda options: options.evaluation_masters)
     timeout = _Option(lambda options: options.timeout)
     start_method = _Option(lambda options: options.start_method)
+
+    @classmethod
+    def class_with(cls, option: str) -> str:
+        """The name of the class whose constructor takes an option."""
+        return cls.__name__
 
     @property
     def options(self) -> StrategyOptions:

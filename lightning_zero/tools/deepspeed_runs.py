@@ -370,7 +370,8 @@ def read(directory: Path) -> Run:
     if differing := next((n for n, header in enumerate(headers) if header != headers[0]), None):
         raise CheckpointError(
             f"{directory} holds more than one save: {files[0].name} was written at stage {stage} with {count} "
-            f"ranks, {files[differing].name} at stage {headers[differing][0]} with {headers[differing][1]}."
+            f"ranks, {files[differing].name} at stage {headers[differing][0]} with {headers[differing][1]}: remove the "
+            "files of the other save."
         )
     counts = count if isinstance(count, list) else [count]
     if len(set(counts)) > 1:
@@ -389,7 +390,9 @@ def read(directory: Path) -> Run:
     layout = _LAYOUTS[stage]
     names = layout.model_files(counts[0])
     if absent := [name for name in names if not (directory / name).is_file()]:
-        raise CheckpointError(f"{directory}, of stage {stage}, lacks {', '.join(absent)}.")
+        raise CheckpointError(
+            f"{directory}, of stage {stage}, lacks {', '.join(absent)}. Copy them from the nodes that wrote them."
+        )
     run = layout(directory, [load(directory / name) for name in names], optimizers, stage)
     dimensions = run.model.get("checkpoint_parallel_dimensions") or {}
     if max(run.model.get("mp_world_size") or 1, *dimensions.values(), 1) > 1:

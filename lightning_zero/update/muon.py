@@ -123,7 +123,10 @@ class Muon(CombinedOptimizer):
             parts = [(members, bool(use_muon))]
         if use_muon and len(matrices) < len(members):
             shape = next(tuple(_parameter(m).shape) for m in members if _parameter(m).dim() != 2)
-            raise ValueError(f"use_muon=True needs matrices; a parameter of the group has shape {shape}")
+            raise ValueError(
+                f"use_muon=True needs matrices; a parameter of the group has shape {shape}. Leave use_muon out, so "
+                "that AdamW updates such parameters, or give them a group with use_muon=False"
+            )
         for part, by_muon in parts:
             super().add_param_group(param_group | {"params": part, "use_muon": by_muon})
 

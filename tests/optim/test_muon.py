@@ -63,7 +63,7 @@ def test_groups_are_divided_by_dimensions_unless_they_say_otherwise() -> None:
     assert [group["use_muon"] for group in Muon([{"params": model.parameters(), "use_muon": False}]).param_groups] == [
         False
     ]
-    with pytest.raises(ValueError, match=r"use_muon=True needs matrices.*\(7,\)"):
+    with pytest.raises(ValueError, match=r"use_muon=True needs matrices.*\(7,\)\. .*use_muon=False"):
         Muon([{"params": model.parameters(), "use_muon": True}])
     with pytest.raises(ValueError, match="momentum"):
         Muon(model.parameters(), momentum=-1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,19 @@ def test_layers_of_configure_model_go_where_the_choice_says(pool: RankPool) -> N
 def test_what_it_does_not_take_is_an_error(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ZeroAutoStrategy(**options)
+
+
+def test_what_is_proposed_can_be_typed() -> None:
+    """Neither with the name nor with the group can an option be set that is always chosen."""
+    strategy = ZeroAutoStrategy()
+    for option, cls in (("stage", "ZeroStrategy"), ("bucket_size_mb", "ZeroAutoStrategy")):
+        with pytest.raises(AttributeError, match=rf"use {cls}\({option}=1\)"):
+            setattr(strategy, option, 1)
+    trainer = make_trainer(strategy)
+    strategy._options = dataclasses.replace(strategy.options, offload_optimizer="none", offload_params="none")
+    typed = [typed for typed, _ in strategy._describe_memory(Lit(Recipe()), None, trainer).candidates]
+    assert {"strategy=zero3_offload", "strategy.persistence_numel=0"} <= {*typed}
+    assert "strategy.offload_optimizer=cpu" not in typed
 
 
 @ranks(2)
