@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +14,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.integration import private, resuming, saves
 from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.patches import replace_methods
 
 _SECONDS_TO_END = 1.0
@@ -76,6 +80,22 @@ class GatheringLauncher(private.MultiProcessingLauncher):
         finally:
             undo()
 
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        module, own = trainer.lightning_module, trainer.lightning_module.load_state_dict
+        if worker_output.weights_path is not None:  # otherwise no weights come, as after an evaluation
+            _configure_model(module, trainer)
+
+        def load(module: pl.LightningModule, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            _warn_of_lost(module, state.keys() - module.state_dict().keys())
+            return own(state, *args, **kwargs)
+
+        undo = replace_methods(module, {"load_state_dict": load})
+        try:
+            super()._recover_results_in_main_process(worker_output, trainer)
+        finally:
+            undo()
+
 
 class _InOtherProcesses:
     """The failure of ranks, for the process that has started them: a refusal to save."""
@@ -83,6 +103,35 @@ class _InOtherProcesses:
     def why_no_save(self, trainer: pl.Trainer) -> str:
         """Say where the weights were."""
         return "this process has started the ranks and has none of their weights. Resume from an earlier checkpoint"
+
+
+def _configure_model(module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Makes the layers that each rank has made in its copy of the module, for the weights that come from there.
+
+    On the host, since a process that has used CUDA cannot be forked again, and in full precision, which is sent.
+    """
+    if not overrides(module, "configure_model"):
+        return
+    module.trainer = trainer
+    with isolate_rng(include_cuda=False):  # the ranks have drawn the numbers
+        try:
+            module.configure_model()
+        except Exception as error:  # noqa: BLE001  (a fit has ended, whose other results must not be lost)
+            rank_zero_warn(
+                f"{type(module).__name__}.configure_model failed in the process that has started the ranks, where it "
+                f"makes the layers for their weights: {error!r}. It may use no other rank, and no device"
+            )
+
+
+def _warn_of_lost(module: pl.LightningModule, names: AbstractSet[str]) -> None:
+    """Warns of weights of the ranks that have no place in this process's module."""
+    if names:
+        listed = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
+        rank_zero_warn(
+            f"{len(names)} of the tensors that the ranks have trained are lost, since {type(module).__name__} has no "
+            f"place for them in the process that has started the ranks: {listed}. Make such layers in __init__ or "
+            "configure_model, which runs here, too; of this fit, load a checkpoint by load_from_checkpoint"
+        )
 
 
 def make_launcher(strategy: EngineStrategy) -> ScriptLauncher | GatheringLauncher:

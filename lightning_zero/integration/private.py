@@ -82,6 +82,7 @@ INHERITED: dict[str, dict[str, str]] = {
     },
     "GatheringLauncher": {
         "_collect_rank_zero_results": "overridden: the last moment at which ranks can gather the results to send",
+        "_recover_results_in_main_process": "overridden: the module's layers must be there before weights are loaded",
     },
     "EMA": {
         "_average_model": "the model that Lightning's hooks update and swap; here it is in shards",

@@ -550,15 +550,25 @@ def test_a_fold_takes_no_memory_in_the_next(pool1: RankPool) -> None:
     assert pool1.run(fit_fold_after_fold) == [True]
 
 
-class PartlyCompiled(Lit):
+class MadeInHooks(Lit):
+    """Makes its model in `configure_model`, partly compiled, and a buffer in `setup`."""
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.model.norm = torch.compile(self.model.norm)  # type: ignore[assignment]
+        del self.model
+
+    def setup(self, stage: str) -> None:
+        self.register_buffer("seen", torch.ones(2))
+
+    def configure_model(self) -> None:
+        if self.trainer.world_size and not hasattr(self, "model"):
+            self.model = self.recipe.make_model()
+            self.model.norm = torch.compile(self.model.norm)  # type: ignore[assignment]
 
 
-def send_results(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-    """What the main process's module has after a fit in 16 bits, and what is right."""
-    lit, trainer = PartlyCompiled(MOMENTUM), make_trainer(name, precision="bf16-true")
+def send_results(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str] | None:
+    """What the main process's module has after a fit in 16 bits, what is right, and what it is warned of."""
+    lit, trainer = MadeInHooks(MOMENTUM), make_trainer(name, precision="bf16-true")
     launcher = GatheringLauncher(trainer.strategy, "spawn")
     with torch.compiler.set_stance("force_eager"):
         trainer.fit(lit)
@@ -568,15 +578,24 @@ def send_results(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | Non
     if fitted is None:
         return None
     assert tested.weights_path is None
-    main = PartlyCompiled(MOMENTUM)
-    main.load_state_dict(torch.load(fitted.weights_path))
-    return plain_names(main.state_dict()), {f"model.{name}": value for name, value in right.items()}
+    main, trainer = MadeInHooks(MOMENTUM), make_trainer(name, precision="bf16-true")
+    trainer.strategy.connect(main)
+    drawn = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="are lost") as warned:
+        GatheringLauncher(trainer.strategy, "spawn")._recover_results_in_main_process(fitted, trainer)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    (warning,) = [text for each in warned if "are lost" in (text := str(each.message))]
+    return plain_names(main.state_dict()), {f"model.{name}": value for name, value in right.items()}, warning
 
 
 @ranks(2)
 @main_names
 def test_the_main_process_gets_weights_at_full_precision(pool: RankPool, name: str) -> None:
-    (sent, right), others = pool.run(send_results, name)
+    """And those of layers that `configure_model` makes; others are named."""
+    (sent, right, warned), others = pool.run(send_results, name)
     assert others is None
+    assert warned.startswith("1 of the tensors")
+    assert " seen. " in warned
+    del right["model.seen"]
     assert_same(sent, right)
     assert {value.dtype for value in sent.values()} == {torch.float32}
