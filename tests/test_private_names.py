@@ -223,6 +223,7 @@ ATTRIBUTES = {
     "_accelerator_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_checkpoint_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
+    "_teardown": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_slurm_sigusr_handler_fn": ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
     "_broadcast_sigterm_tensor": ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop"),
     "_precision_flag": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import time
@@ -69,6 +70,13 @@ class GatheringLauncher(private.MultiProcessingLauncher):
             raise
 
     @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        run = function if trainer is None else functools.partial(_run_on_rank, trainer, function)
+        super()._wrapping_function(process_idx, trainer, run, *args, **kwargs)
+
+    @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         fitted = trainer.state.fn == TrainerFn.FITTING  # otherwise Lightning reads the weights, but sends none
         module = trainer.lightning_module
@@ -102,7 +110,19 @@ class _InOtherProcesses:
 
     def why_no_save(self, trainer: pl.Trainer) -> str:
         """Say where the weights were."""
-        return "this process has started the ranks and has none of their weights. Resume from an earlier checkpoint"
+        return (
+            "this process has started the ranks and has none of their weights. The ranks save where all of them fail "
+            "at the same place of the training; otherwise resume from an earlier checkpoint"
+        )
+
+
+def _run_on_rank(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs the function in a rank whose weights callbacks can save if it fails, and which tells the others of it."""
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        private.end_failed(trainer, error)
+        raise
 
 
 def _configure_model(module: pl.LightningModule, trainer: pl.Trainer) -> None:

@@ -30,6 +30,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.connectors import checkpoint_connector as choosing
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import nn
@@ -82,6 +83,7 @@ INHERITED: dict[str, dict[str, str]] = {
     },
     "GatheringLauncher": {
         "_collect_rank_zero_results": "overridden: the last moment at which ranks can gather the results to send",
+        "_wrapping_function": "overridden: it runs in a rank, which has no public hook for the run's error",
         "_recover_results_in_main_process": "overridden: the module's layers must be there before weights are loaded",
     },
     "EMA": {
@@ -136,6 +138,12 @@ def requeue_method(connector: Any) -> Any:
 def ask_method(loop: Any) -> Any:
     """The method behind ``ASK_TO_END``."""
     return loop._broadcast_sigterm_tensor
+
+
+def end_failed(trainer: pl.Trainer, error: BaseException) -> None:
+    """Do what Lightning does when a run fails, which it does only in the process that has called ``fit``."""
+    _interrupt(trainer, error)
+    trainer._teardown()
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:

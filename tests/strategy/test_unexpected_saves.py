@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,6 +171,46 @@ def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPo
     assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
     assert saved == []
     assert as_before
+
+
+class Forked(Lit):
+    """Ends in the second step, in ranks that a process has forked: all of them fail."""
+
+    end: str
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1 and self.end == "error":
+            raise LookupError("no such token")
+        return super().training_step(batch, index)
+
+
+def end_forked(end: str, folder: str) -> tuple[str, str, list[str], list[str], bool]:
+    """The error of a fit for which this process forks ranks, its text and notes, what was saved, and SIGTERM's mark."""
+    for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    callbacks = [OnExceptionCheckpoint(folder)]
+    strategy = {"stage": 3, "start_method": "fork"}
+    trainer, lit = make_trainer(strategy, devices=2, callbacks=callbacks, enable_checkpointing=True), Forked(Recipe())
+    lit.end = end
+    with (
+        mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.2 if end == "exit" else 5.0),
+        pytest.raises(BaseException) as caught,  # noqa: PT011  (the test looks which one)
+    ):
+        trainer.fit(lit)
+    kind, notes = type(caught.value).__name__, getattr(caught.value, "__notes__", [])
+    saved = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return kind, str(caught.value), notes, saved, trainer.received_sigterm
+
+
+def test_what_fails_on_all_forked_ranks_is_saved(new_ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """By the ranks, whose error the process that has forked them raises; it saves nothing itself."""
+    ((kind, text, (note,), saved, _),) = new_ranks(1).run(end_forked, "error", str(tmp_path))
+    assert kind == "ProcessRaisedException"
+    assert "LookupError: no such token" in text
+    assert "saved nothing" not in text
+    assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
+    assert saved == ["on_exception.ckpt"]
 
 
 class Terminated(Lit):
