@@ -15,12 +15,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.integration import private, resuming, saves
+from lightning_zero.integration import private, resuming, saves, signals
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.overridden import overrides
 from lightning_zero.integration.patches import replace_methods
@@ -61,20 +63,38 @@ class GatheringLauncher(private.MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         function = resuming.prepared(function, trainer)
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
-            if trainer is not None:  # its callbacks are told of the error next; not before, since ranks get copies
-                assert isinstance(trainer.strategy, EngineStrategy)
-                trainer.strategy.undo_in_teardown(saves.guard_exceptions(trainer, lambda _: _InOtherProcesses()))
-            raise
+        with signals.PassOn() as sigterm:
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except BaseException as error:
+                sigterm.end_ranks()
+                if trainer is not None:  # its callbacks are told of the error next; not before, since ranks get copies
+                    assert isinstance(trainer.strategy, EngineStrategy)
+                    trainer.strategy.undo_in_teardown(saves.guard_exceptions(trainer, lambda _: _InOtherProcesses()))
+                sigterm.came |= _is_by_sigterm(error)
+                if not sigterm.came:
+                    raise
+                raise SIGTERMException(f"SIGTERM has ended the run: {str(error) or 'no rank ran'}") from error
+            finally:
+                if trainer is not None:
+                    private.signal_connector(trainer).received_sigterm = sigterm.came
 
     @override
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
+        signals.enter_rank()
+        self.procs = []  # of an earlier launch, in a fork: none of them is a child of this process
         run = function if trainer is None else functools.partial(_run_on_rank, trainer, function)
-        super()._wrapping_function(process_idx, trainer, run, *args, **kwargs)
+        try:
+            super()._wrapping_function(process_idx, trainer, run, *args, **kwargs)
+        except SIGTERMException:
+            sys.exit(signals.TERMINATED)
+        except (SystemExit, KeyboardInterrupt) as error:  # torch would take this rank for one that has sent its results
+            raise RuntimeError(
+                f"{error!r} has ended this rank, which must run to the end like all others. To end a fit early, set "
+                "trainer.should_stop on all ranks"
+            ) from error
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
@@ -116,11 +136,17 @@ class _InOtherProcesses:
         )
 
 
+def _is_by_sigterm(error: BaseException) -> bool:
+    """Whether SIGTERM has ended a rank: between two steps or, before it was ready for the signal, at once."""
+    return isinstance(error, ProcessExitedException) and error.exit_code in (signals.TERMINATED, -signal.SIGTERM)
+
+
 def _run_on_rank(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs the function in a rank whose weights callbacks can save if it fails, and which tells the others of it."""
     try:
         return function(*args, **kwargs)
     except BaseException as error:
+        signals.end_in_peace()
         private.end_failed(trainer, error)
         raise
 

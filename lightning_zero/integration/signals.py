@@ -8,10 +8,14 @@ So the handlers only note the signal here, and the ranks act at fixed places of 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -24,7 +28,10 @@ from lightning_zero.integration import private
 from lightning_zero.integration.patches import Undo, copies_module, replace_methods
 from lightning_zero.sharding import Mesh
 
+TERMINATED = 128 + signal.SIGTERM  # the exit status of a rank that SIGTERM has ended between two steps
+
 _SECONDS_TO_LOOK = 1.0
+_SECONDS_TO_END = 30.0  # torch, too, gives ranks that long when another has failed
 
 _log = logging.getLogger(__name__)
 
@@ -195,6 +202,74 @@ def requeue_together(trainer: pl.Trainer) -> list[Undo]:
 
     callbacks.append(after)
     return [replace_methods(connector, {private.REQUEUE: requeue}), lambda: callbacks.remove(after)]
+
+
+class PassOn:
+    """Passes SIGTERM on to the ranks that this process starts meanwhile, whose end ends the launch.
+
+    They end where all of them come, and may save there. Without this the signal would end only this process. Where no
+    rank runs, as before the first and after the last, it ends this process. Outside the main thread, which handles all
+    signals, this changes nothing.
+
+    Attributes:
+        came: whether SIGTERM has come.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._others = {*multiprocessing.active_children()}
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Handles the signal, then by the handler that was there before."""
+        self.came = True
+        ranks = self._ranks()
+        for rank in ranks:
+            rank.terminate()
+        if callable(self._before):
+            self._before(signum, frame)
+        if not ranks:
+            raise SIGTERMException
+
+    def undo(self) -> None:
+        """Gives the signal the handler that was there before."""
+        before = self._before or signal.SIG_DFL
+        if signal.getsignal(signal.SIGTERM) is self:
+            signal.signal(signal.SIGTERM, before)
+
+    def end_ranks(self) -> None:
+        """Ends ranks that still run, as where Ctrl-C has come to this process alone: by SIGTERM, later by SIGKILL."""
+        ranks, deadline = self._ranks(), time.monotonic() + _SECONDS_TO_END
+        try:
+            for rank in ranks:
+                rank.terminate()
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    def _ranks(self) -> set[BaseProcess]:
+        return {*multiprocessing.active_children()} - self._others
+
+
+def enter_rank() -> None:
+    """Gives SIGTERM the usual handler in a rank that was forked while its process passed the signal on."""
+    if isinstance(handler := signal.getsignal(signal.SIGTERM), PassOn):
+        handler.undo()
+
+
+def end_in_peace() -> None:
+    """Have SIGTERM not disturb a rank that ends already: it may save, and the end of another rank brings the signal."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _between_steps(trainer: pl.Trainer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from strategy.fits import Lit, Recipe, make_trainer, state_of
 from torch import Tensor
 
 from lightning_zero import CollectiveError, ZeroStrategy
-from lightning_zero.integration import private
+from lightning_zero.integration import private, signals
 from lightning_zero.integration.launchers import GatheringLauncher
 from lightning_zero.sharding import Subject
 from lightning_zero.sharding.bucket import Bucket
@@ -174,14 +175,28 @@ def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPo
 
 
 class Forked(Lit):
-    """Ends in the second step, in ranks that a process has forked: all of them fail."""
+    """Ends in the second step, in ranks that a process has forked.
+
+    All of them fail, rank 1 or all of them exit as if all was well, or that process gets a signal.
+    """
 
     end: str
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
         if index == 1 and self.end == "error":
             raise LookupError("no such token")
+        if index == 1 and (self.end == "exits" or (self.end == "exit" and dist.get_rank() == 1)):
+            sys.exit(0)
+        if index == 1 and self.end.startswith("SIG"):
+            self._end_starter()
         return super().training_step(batch, index)
+
+    def _end_starter(self) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getppid(), signal.Signals[self.end])
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        while not any(isinstance(each, signals._Terminate) and each._signalled for each in callbacks):
+            time.sleep(0.01)
 
 
 def end_forked(end: str, folder: str) -> tuple[str, str, list[str], list[str], bool]:
@@ -211,6 +226,32 @@ def test_what_fails_on_all_forked_ranks_is_saved(new_ranks: Callable[[int], Rank
     assert "saved nothing" not in text
     assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
     assert saved == ["on_exception.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "begins"),
+    [("SIGTERM", "SIGTERMException", "SIGTERM has ended the run: process "), ("SIGINT", "SystemExit", "1")],
+)
+def test_a_signal_to_the_process_that_has_forked_the_ranks_ends_them(
+    new_ranks: Callable[[int], RankPool], end: str, error: str, begins: str, tmp_path: Path
+) -> None:
+    """After their step, where they save."""
+    ((kind, text, _, saved, received),) = new_ranks(1).run_within(30.0, end_forked, end, str(tmp_path))
+    assert kind == error
+    assert text.startswith(begins)
+    assert saved == ["on_exception.ckpt"]
+    assert received == (end == "SIGTERM")
+
+
+@pytest.mark.parametrize(("end", "saves"), [("exit", []), ("exits", ["on_exception.ckpt"])])
+def test_a_forked_rank_that_exits_is_an_error(
+    new_ranks: Callable[[int], RankPool], end: str, saves: list[str], tmp_path: Path
+) -> None:
+    """The process that has forked it would wait for its results."""
+    ((kind, text, _, saved, received),) = new_ranks(1).run_within(30.0, end_forked, end, str(tmp_path))
+    assert kind == "ProcessRaisedException"
+    assert "SystemExit(0) has ended this rank" in text or "rank 1 failed: SystemExit: 0" in text
+    assert (saved, received) == (saves, False)
 
 
 class Terminated(Lit):
