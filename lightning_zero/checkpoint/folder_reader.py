@@ -359,19 +359,18 @@ def open_local_files() -> None:
 
 
 def _instead(path: Location) -> str:
-    """The rest of a sentence on a folder that has no ``.metadata``: what is in it, and what to do; empty if unknown."""
+    """The rest of a sentence on a folder that has no ``.metadata``: what is in it, and what to do."""
     if path.name.endswith(INCOMPLETE):
         return "; it was never completed: load the last complete one beside it"
-    if not path.is_dir():
-        return ""
-    names = sorted(child.name for child in (path.iterdir() if isinstance(path, Path) else path.children()))
+    children = (path.iterdir() if isinstance(path, Path) else path.children()) if path.is_dir() else ()
+    names = sorted(child.name for child in children)
     if any(name.endswith(DEFAULT_SUFFIX) for name in names):
         return f". Its other files are there: copy {METADATA} as well, which a shell's * leaves out"
     if inner := [name for name in names if name.endswith(".ckpt") or (path / name / METADATA).is_file()]:
         return f". There are checkpoints in it: give the path of one, {shortened(inner)}"
     if "latest" in names or any(name.endswith("_states.pt") for name in names):
         return f". If DeepSpeed wrote it, `lightning-zero convert-deepspeed {path} OUT` makes a checkpoint of it"
-    return ""
+    return ". Give the path of one"
 
 
 class _OpenFolder:

@@ -232,7 +232,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     refuses("before 1.6")
     path.unlink()
     path.mkdir()
-    refuses(r"is no checkpoint: a folder by torch\.distributed\.checkpoint has \.metadata\. .*`lightning-zero convert")
+    refuses(r"is no checkpoint: a folder by torch\.distributed\.checkpoint has \.metadata\. Give the path of one$")
     with pytest.raises(FileNotFoundError):
         describe(tmp_path / "none.ckpt")
 

@@ -305,6 +305,7 @@ def reset_libraries(spec: RankSpec) -> None:
     rank_zero_only.rank = spec.rank
     # A Trainer whose teardown raised leaves its handlers, and Lightning's next Trainer would call them, too.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored after Ctrl-C, and in a shell's background
 
 
 def seed() -> None:
