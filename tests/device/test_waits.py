@@ -45,23 +45,23 @@ update/clipping.py:_all_reduce, copy to the host             152    152    152  
 """,
     (2, "32-true"): """
 host waits                                                        zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:_broadcast_sigterm_tensor, blocking copy to the device      2      2      2      2      2      2      2
-lightning:_broadcast_sigterm_tensor, item                             2      2      2      2      2      2      2
+lightning:_broadcast_sigterm_tensor, blocking copy to the device      1      1      1      1      1      1      1
+lightning:_broadcast_sigterm_tensor, item                             1      1      1      1      1      1      1
 lightning:batch_to, blocking copy to the device                       2      2      2      2      2      2      2
 update/clipping.py:_all_reduce, blocking copy to the host             1      1      1      1      1      1      1
 pageable bytes                                                    zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:_broadcast_sigterm_tensor, copy to the device              16     16     16     16     16     16     16
+lightning:_broadcast_sigterm_tensor, copy to the device               8      8      8      8      8      8      8
 lightning:batch_to, copy to the device                              128    128    128    128    128    128    128
 update/clipping.py:_all_reduce, copy to the host                    168    168    168    168    168    168    168
 """,
     (2, "bf16-true"): """
 host waits                                                        zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:_broadcast_sigterm_tensor, blocking copy to the device      2      2      2      2      2      2      2
-lightning:_broadcast_sigterm_tensor, item                             2      2      2      2      2      2      2
+lightning:_broadcast_sigterm_tensor, blocking copy to the device      1      1      1      1      1      1      1
+lightning:_broadcast_sigterm_tensor, item                             1      1      1      1      1      1      1
 lightning:batch_to, blocking copy to the device                       2      2      2      2      2      2      2
 update/clipping.py:_all_reduce, blocking copy to the host             1      1      1      1      1      1      1
 pageable bytes                                                    zero0  zero1  zero2  zero3 zero1o zero2o zero3o
-lightning:_broadcast_sigterm_tensor, copy to the device              16     16     16     16     16     16     16
+lightning:_broadcast_sigterm_tensor, copy to the device               8      8      8      8      8      8      8
 lightning:batch_to, copy to the device                               64     64     64     64     64     64     64
 update/clipping.py:_all_reduce, copy to the host                    168    168    168    168    168    168    168
 """,
