@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from lightning_zero import limits
 from lightning_zero.checkpoint.errors import together
 from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.sharding import Group
@@ -29,25 +32,36 @@ class Copies:
         return f" in the copy that rank {self.ranks[number][0]} sees" if len(self.ranks) > 1 else ""
 
 
+class _Seen(NamedTuple):
+    """A file as a rank sees it."""
+
+    file: Hashable  # numbers or a name that ranks which see the same file have in common
+    machine: str
+    device: int
+
+
 def find_copies(path: Location, world: Group) -> Copies:
     """Find which ranks see the same file at ``path``. Collective.
 
     Raises:
         CheckpointError: a rank does not see one; raised on all ranks.
     """
-    seen = together(world, lambda: _identity(path), f"read {path}")
-    ranks: dict[Hashable, list[int]] = {}
-    for rank, identity in enumerate(seen):
-        ranks.setdefault(identity, []).append(rank)
-    own = ranks[seen[world.rank]]
-    return Copies([*ranks.values()], own.index(world.rank), len(own))
+    seen = together(world, lambda: _look(path), f"read {path}")
+    # A file system that several machines mount may have another device number on each, but not on one of them. There
+    # new file systems of several containers give their files the same numbers, and times that are the same tick.
+    devices: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for file, machine, device in seen:
+        devices[file, machine].add(device)
+    found: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for rank, each in enumerate(seen):
+        found[each if len(devices[each.file, each.machine]) > 1 else each.file].append(rank)
+    own = next(ranks for ranks in found.values() if world.rank in ranks)
+    return Copies([*found.values()], own.index(world.rank), len(own))
 
 
-def _identity(path: Location) -> Hashable:
-    """Numbers or a name that only the ranks that see the same file have in common."""
+def _look(path: Location) -> _Seen:
     if isinstance(path, RemotePath):
-        return str(path)
-    # Not the device, whose number may be another one on each node that mounts a file system. Where these numbers differ
-    # between nodes for one file, too, each node reads all of it.
+        return _Seen(str(path), "", 0)
+    # Where these numbers differ between machines for one file, each machine reads all of it.
     status = path.stat()
-    return status.st_ino, status.st_size, status.st_ctime_ns
+    return _Seen((status.st_ino, status.st_size, status.st_ctime_ns), limits.boot(), status.st_dev)

@@ -567,10 +567,22 @@ def test_ranks_resume_together_or_not_at_all(pool: RankPool, tmp_path: Path) -> 
         assert str(message).startswith(f"rank 0 has found the checkpoint {path}, but rank 1 cannot see it")
 
 
-def load_own(folder: str) -> str:
-    """How a load fails where every rank has a file system of its own."""
-    with pytest.raises(CheckpointError) as caught:
-        load(Path(folder) / str(dist.get_rank()) / "a.ckpt", Mesh.create().world)
+def load_own(folder: str, new: bool = False) -> str:
+    """How a load fails where every rank has a file system of its own.
+
+    New ones on one machine, as containers have them, may give their files the same numbers and times.
+    """
+    stat, rank = Path.stat, dist.get_rank()
+
+    def as_on_new(path: Path, **options: Any) -> os.stat_result:
+        mode, _, _, *others = stat(path, **options)
+        return os.stat_result((mode, 1, rank, *others), {"st_ctime_ns": 1})
+
+    with pytest.MonkeyPatch.context() as patch:
+        if new:
+            patch.setattr(Path, "stat", as_on_new)
+        with pytest.raises(CheckpointError) as caught:
+            load(Path(folder) / str(rank) / "a.ckpt", Mesh.create().world)
     return str(caught.value)
 
 
@@ -623,7 +635,7 @@ def test_each_nodes_copy_is_verified(pool: RankPool, container: str, tmp_path: P
         place = whole.index(values.numpy().tobytes())
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         tensor = f"['state_dict']['{name}']" if container == "full" else f"state_dict.{name}"
-        for message in pool.run(load_own, str(tmp_path)):
+        for message in (each for new in (False, True) for each in pool.run(load_own, str(tmp_path), new)):
             assert f"the checksum of {tensor} does not match in the copy that rank {rank} sees" in message
         file.write_bytes(whole)
     shutil.rmtree(homes[1])
