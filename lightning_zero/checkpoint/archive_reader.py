@@ -70,10 +70,10 @@ def _directory(path: Location) -> str | None:
     """A digest of a zip archive's directory; ``None`` for a file in the format of torch before version 1.6.
 
     Raises:
-        ValueError: it is an archive without the directory at its end.
+        ValueError: it is empty, or an archive without the directory at its end.
     """
     with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
+        if not b"PK\x03\x04".startswith(file.read(4)):  # a shorter or empty file is truncated
             return None
         try:
             entries = read_directory(file)
