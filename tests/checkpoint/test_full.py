@@ -297,8 +297,12 @@ def save_seen_by_one(strategy: Any, path: str) -> list[str]:
         trainer.save_checkpoint(path)
     fabric = Fabric(accelerator=place.accelerator(), devices=2, strategy=ZeroFabricStrategy(2))
     fabric.launch()
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    weight = layer.weight.detach().clone()
     with seen_by_one() as more:
-        fabric.save(f"{path}.fabric", {"layer": fabric.setup(nn.Linear(8, 8))})
+        fabric.save(f"{path}.fabric", {"layer": fabric.setup(layer)})
+    assert torch.equal(torch.load(f"{path}.fabric", weights_only=True)["layer"]["weight"], weight)
     return warned + more
 
 
