@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
@@ -63,21 +62,18 @@ class GatheringLauncher(private.MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         function = resuming.prepared(function, trainer)
-        with signals.PassOn() as sigterm:
-            try:
+        sigterm = signals.PassOn()
+        try:
+            with sigterm:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
-            except BaseException as error:
-                sigterm.end_ranks()
-                if trainer is not None:  # its callbacks are told of the error next; not before, since ranks get copies
-                    assert isinstance(trainer.strategy, EngineStrategy)
-                    trainer.strategy.undo_in_teardown(saves.guard_exceptions(trainer, lambda _: _InOtherProcesses()))
-                sigterm.came |= _is_by_sigterm(error)
-                if not sigterm.came:
-                    raise
-                raise SIGTERMException(f"SIGTERM has ended the run: {str(error) or 'no rank ran'}") from error
-            finally:
-                if trainer is not None:
-                    private.signal_connector(trainer).received_sigterm = sigterm.came
+        except BaseException:
+            if trainer is not None:  # its callbacks are told of the error next; not before, since ranks get copies
+                assert isinstance(trainer.strategy, EngineStrategy)
+                trainer.strategy.undo_in_teardown(saves.guard_exceptions(trainer, lambda _: _InOtherProcesses()))
+            raise
+        finally:
+            if trainer is not None:
+                private.signal_connector(trainer).received_sigterm = sigterm.came
 
     @override
     def _wrapping_function(
@@ -134,11 +130,6 @@ class _InOtherProcesses:
             "this process has started the ranks and has none of their weights. The ranks save where all of them fail "
             "at the same place of the training; otherwise resume from an earlier checkpoint"
         )
-
-
-def _is_by_sigterm(error: BaseException) -> bool:
-    """Whether SIGTERM has ended a rank: between two steps or, before it was ready for the signal, at once."""
-    return isinstance(error, ProcessExitedException) and error.exit_code in (signals.TERMINATED, -signal.SIGTERM)
 
 
 def _run_on_rank(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
 from lightning_zero.integration import private
@@ -209,7 +210,7 @@ class PassOn:
 
     They end where all of them come, and may save there. Without this the signal would end only this process. Where no
     rank runs, as before the first and after the last, it ends this process. Outside the main thread, which handles all
-    signals, this changes nothing.
+    signals, it is not passed on. After an error the ranks that still run are ended, too.
 
     Attributes:
         came: whether SIGTERM has come.
@@ -225,8 +226,20 @@ class PassOn:
             self._before = signal.signal(signal.SIGTERM, self)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Ends the ranks that still run after an error.
+
+        Raises:
+            SIGTERMException: from an error that SIGTERM has brought about.
+        """
+        try:
+            if error is not None:
+                self._end_ranks()
+        finally:
+            self.undo()
+        self.came |= _is_by_sigterm(error)
+        if error is not None and self.came:
+            raise SIGTERMException(f"SIGTERM has ended the run: {error}") from error
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Handles the signal, then by the handler that was there before."""
@@ -237,7 +250,7 @@ class PassOn:
         if callable(self._before):
             self._before(signum, frame)
         if not ranks:
-            raise SIGTERMException
+            raise SIGTERMException("no rank ran")  # in a rank that this process forks now, no success either
 
     def undo(self) -> None:
         """Gives the signal the handler that was there before."""
@@ -245,7 +258,7 @@ class PassOn:
         if signal.getsignal(signal.SIGTERM) is self:
             signal.signal(signal.SIGTERM, before)
 
-    def end_ranks(self) -> None:
+    def _end_ranks(self) -> None:
         """Ends ranks that still run, as where Ctrl-C has come to this process alone: by SIGTERM, later by SIGKILL."""
         ranks, deadline = self._ranks(), time.monotonic() + _SECONDS_TO_END
         try:
@@ -259,6 +272,11 @@ class PassOn:
 
     def _ranks(self) -> set[BaseProcess]:
         return {*multiprocessing.active_children()} - self._others
+
+
+def _is_by_sigterm(error: BaseException | None) -> bool:
+    """Whether SIGTERM has ended a rank: between two steps or, before it was ready for the signal, at once."""
+    return isinstance(error, ProcessExitedException) and error.exit_code in (TERMINATED, -signal.SIGTERM)
 
 
 def enter_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -154,21 +155,29 @@ def test_a_rank_that_fails_after_the_teardown_saves_nothing_alone(pool: RankPool
     assert pool.run(fail_afterwards, "everywhere", str(tmp_path)) == [expected, expected]
 
 
-def fail_in_other_processes(folder: str) -> tuple[list[str], list[Path], bool]:
-    """Notes of an error of ranks that this process has started, what was saved, and whether callbacks are as before."""
+def fail_in_other_processes(folder: str, impatient: bool) -> tuple[list[str], list[Path], bool]:
+    """Notes of an error of ranks that this process has started, what was saved, and whether callbacks are as before.
+
+    Or of Ctrl-C while it waits for the end of the others.
+    """
     callback = OnExceptionCheckpoint(folder)
     trainer = make_trainer("zero2", callbacks=[callback], enable_checkpointing=True)
     trainer.strategy._launcher = GatheringLauncher(trainer.strategy, "spawn")  # type: ignore[attr-defined,arg-type]
     with (
         mock.patch.object(private.MultiProcessingLauncher, "launch", side_effect=LookupError("rank 1 gave up")),
-        pytest.raises(LookupError) as caught,
+        mock.patch.object(signals.PassOn, "_end_ranks", side_effect=[KeyboardInterrupt] if impatient else [None]),
+        pytest.raises((LookupError, SystemExit)) as caught,
     ):
         trainer.fit(Lit(Recipe()))
-    return getattr(caught.value, "__notes__", []), [*Path(folder).iterdir()], "on_exception" not in vars(callback)
+    error = caught.value.__context__ if impatient else caught.value
+    return getattr(error, "__notes__", []), [*Path(folder).iterdir()], "on_exception" not in vars(callback)
 
 
-def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPool, tmp_path: Path) -> None:
-    (((note,), saved, as_before),) = pool1.run(fail_in_other_processes, str(tmp_path))
+@pytest.mark.parametrize("impatient", [False, True])
+def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(
+    pool1: RankPool, impatient: bool, tmp_path: Path
+) -> None:
+    (((note,), saved, as_before),) = pool1.run(fail_in_other_processes, str(tmp_path), impatient)
     assert note.startswith("OnExceptionCheckpoint has saved nothing: this process has started the ranks")
     assert saved == []
     assert as_before
@@ -177,7 +186,7 @@ def test_the_process_that_starts_ranks_saves_no_weights_of_its_own(pool1: RankPo
 class Forked(Lit):
     """Ends in the second step, in ranks that a process has forked.
 
-    All of them fail, rank 1 or all of them exit as if all was well, or that process gets a signal.
+    All of them fail, rank 1 or all of them exit as if all was well, or that process or rank 1 alone gets a signal.
     """
 
     end: str
@@ -187,6 +196,8 @@ class Forked(Lit):
             raise LookupError("no such token")
         if index == 1 and (self.end == "exits" or (self.end == "exit" and dist.get_rank() == 1)):
             sys.exit(0)
+        if index == 1 and self.end == "alone" and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
         if index == 1 and self.end.startswith("SIG"):
             self._end_starter()
         return super().training_step(batch, index)
@@ -200,15 +211,21 @@ class Forked(Lit):
 
 
 def end_forked(end: str, folder: str) -> tuple[str, str, list[str], list[str], bool]:
-    """The error of a fit for which this process forks ranks, its text and notes, what was saved, and SIGTERM's mark."""
+    """The error of a fit for which this process forks ranks, its text and notes, what was saved, and SIGTERM's mark.
+
+    The process has forked others before, for a validation, if rank 1 alone gets a signal.
+    """
     for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
-    callbacks = [OnExceptionCheckpoint(folder)]
-    strategy = {"stage": 3, "start_method": "fork"}
-    trainer, lit = make_trainer(strategy, devices=2, callbacks=callbacks, enable_checkpointing=True), Forked(Recipe())
+    flags = {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True, "limit_val_batches": 1}
+    trainer = make_trainer({"stage": 3, "start_method": "fork"}, devices=2, **flags)
+    lit = Forked(Recipe(steps=6))
     lit.end = end
+    if end == "alone":
+        assert [*trainer.validate(lit, verbose=False)[0]] == ["val_loss"]
     with (
         mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.2 if end == "exit" else 5.0),
+        mock.patch("lightning_zero.integration.signals._SECONDS_TO_LOOK", 0.0),
         pytest.raises(BaseException) as caught,  # noqa: PT011  (the test looks which one)
     ):
         trainer.fit(lit)
@@ -230,17 +247,21 @@ def test_what_fails_on_all_forked_ranks_is_saved(new_ranks: Callable[[int], Rank
 
 @pytest.mark.parametrize(
     ("end", "error", "begins"),
-    [("SIGTERM", "SIGTERMException", "SIGTERM has ended the run: process "), ("SIGINT", "SystemExit", "1")],
+    [
+        ("SIGTERM", "SIGTERMException", "SIGTERM has ended the run: process "),
+        ("alone", "SIGTERMException", "SIGTERM has ended the run: process "),
+        ("SIGINT", "SystemExit", "1"),
+    ],
 )
 def test_a_signal_to_the_process_that_has_forked_the_ranks_ends_them(
     new_ranks: Callable[[int], RankPool], end: str, error: str, begins: str, tmp_path: Path
 ) -> None:
-    """After their step, where they save."""
+    """After their step, where they save; so does SIGTERM to one of the ranks."""
     ((kind, text, _, saved, received),) = new_ranks(1).run_within(30.0, end_forked, end, str(tmp_path))
     assert kind == error
     assert text.startswith(begins)
     assert saved == ["on_exception.ckpt"]
-    assert received == (end == "SIGTERM")
+    assert received == (end != "SIGINT")
 
 
 @pytest.mark.parametrize(("end", "saves"), [("exit", []), ("exits", ["on_exception.ckpt"])])
@@ -252,6 +273,20 @@ def test_a_forked_rank_that_exits_is_an_error(
     assert kind == "ProcessRaisedException"
     assert "SystemExit(0) has ended this rank" in text or "rank 1 failed: SystemExit: 0" in text
     assert (saved, received) == (saves, False)
+
+
+def terminate_at_once() -> int | None:
+    """The exit status of a rank that gets SIGTERM when it was just forked, where the process's handler is still its."""
+    with signals.PassOn():
+        rank = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGTERM,))
+        rank.start()
+        rank.join()
+    return rank.exitcode
+
+
+def test_sigterm_before_a_forked_rank_has_begun_is_no_success(new_ranks: Callable[[int], RankPool]) -> None:
+    """Other ranks would wait for it."""
+    assert new_ranks(1).run(terminate_at_once) == [1]
 
 
 class Terminated(Lit):
