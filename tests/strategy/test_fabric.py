@@ -17,6 +17,7 @@ from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from lightning import LightningModule
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from strategy.fits import (
     NAMES,
     Fitted,
@@ -43,6 +44,7 @@ from lightning_zero import (
     gathered_parameters,
     load_from_checkpoint,
 )
+from lightning_zero.checkpoint import Save
 from lightning_zero.engine import engines_of
 from lightning_zero.integration.engines import make_engine
 from lightning_zero.integration.fabric.precision import FabricPrecision
@@ -635,9 +637,38 @@ def misuse(path: str) -> None:
     with pytest.raises(CheckpointError, match="it holds a list, and a checkpoint is a dictionary"):
         fabric.load(f"{path}.list", {"model": sharded})
     weight = full_param(first.head.weight)
+    with gathered_parameters(first, writeback=True), torch.no_grad():
+        first.head.weight.zero_()
+    strategy.load_module_state_dict(sharded, fabric.load(path)["model"])
+    assert torch.equal(full_param(first.head.weight), weight)
     strategy.release(sharded)
     assert torch.equal(first.head.weight, weight)
     assert [engine.module for engine in strategy.engines] == [other.module]
+
+
+class Derived(TorchCheckpointIO):
+    """A user's own."""
+
+
+def warnings_of_saves(path: str) -> list[str]:
+    """Where ranks share no file system, and where a writer of the user's ignores an option."""
+    strategy, warned = ZeroFabricStrategy(stage=2, checkpoint_format="sharded"), list[str]()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    state = {"model": fabric.setup_module(nn.Linear(2, 2))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
+        patch.setattr(Save, "gathered", True)
+        fabric.save(f"{path}.folder", state)
+        strategy.checkpoint_io = Derived()
+        fabric.save(f"{path}.file", state)
+    return warned
+
+
+def test_saves_that_do_otherwise_than_expected_say_so(pool2: RankPool, tmp_path: Path) -> None:
+    nodes, writer = pool2.run(warnings_of_saves, str(tmp_path / "saved"))[0]
+    assert f"not all ranks share the file system of {tmp_path}/saved.folder with rank 0" in nodes
+    assert f"Derived writes {tmp_path}/saved.file. Therefore rank 0 gathers the whole checkpoint" in writer
 
 
 def test_what_cannot_work_says_so(pool2: RankPool, tmp_path: Path) -> None:
