@@ -319,7 +319,6 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CollectiveStrategy, Checkpoi
             return
         with self._engine.gathered(self._engine.module.parameters(), writeback, full_precision):
             yield
-        self._engine.settle()
         if writeback:
             self._engine.sync_buffers()  # each rank has also replaced its own buffers
 

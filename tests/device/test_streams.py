@@ -194,14 +194,14 @@ def test_a_copy_follows_what_it_comes_after_in_one_memory_and_between_two(device
     policy = ShardingPolicy.from_stage(2)
     placement = BucketPlacement(Mesh.single(), policy, MixedPrecisionPolicy(), device, store, store, executor)
     there, target = torch.zeros(N, device=device), torch.zeros(N, device=device)
-    came = executor.fetch(there, host(device, 7), "a")
+    seven, passing, nine = host(device, 7), host(device), host(device, 9)  # kept: unpinning waits for the device
+    came = executor.fetch(there, seven, "a")
     placement.move(target, there, ("device", "device"), "a", after=[came])
     assert target.cpu().eq(7).all()
-    passing = host(device)
     left = placement.move(passing, torch.full((N,), 8.0, device=device), ("device", "host"), "a")
     placement.move(target, passing, ("host", "device"), "a", after=[left]).wait()
     assert target.cpu().eq(8).all()
-    came = executor.fetch(there, host(device, 9), "a")
+    came = executor.fetch(there, nine, "a")
     placement.accumulate(target, there, "device", "a", after=[came])
     assert target.cpu().eq(17).all()
 

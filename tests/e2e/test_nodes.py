@@ -44,6 +44,7 @@ from lightning_zero import CheckpointError
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 20.0  # seconds that a rank waits for others; one may be late by 10, since it imports or its disk stands still
+SECONDS_TO_LEAVE = 1.0  # in which all ranks leave a collective, once one has
 MARGIN = 60.0  # more, after which every rank must have ended, on a busy machine too
 LAUNCH = 400.0  # seconds of a real launch, most of which are imports
 DELAY, RATE = 1e-3, 100e6  # of a slow link: seconds; bits in a second
@@ -196,13 +197,20 @@ class GoesAway(Lit):
     node, how, note = "", "", Path()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        if index == 1 and socket.gethostname() == self.node:
-            self.note.touch()
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif self.trainer.local_rank == 0:
-                subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
+        if index == 1:
+            # Other ranks may still be in Lightning's broadcast before the batch, whose errors tell less.
+            self.trainer.strategy.barrier()
+            time.sleep(SECONDS_TO_LEAVE)
+            if socket.gethostname() == self.node:
+                self.go_away()
         return super().training_step(batch, index)
+
+    def go_away(self) -> None:
+        self.note.touch()
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.trainer.local_rank == 0:
+            subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
 
 
 def fit_until(node: str, how: str, note: Path) -> None:
