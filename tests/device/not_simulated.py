@@ -25,6 +25,7 @@ REASONS: dict[str, str] = {
     "tests/engine/test_update_in_backward.py::test_an_update_that_fails_tears_the_weights": BESIDE,
     "tests/strategy/test_auto.py::test_it_is_what_it_chose": APART,
     "tests/strategy/test_auto.py::test_a_container_gets_what_fits_into_it": APART,
+    "tests/strategy/test_auto.py::test_the_reasons_are_told_where_no_setting_can_run_or_none_that_can_fits": APART,
     "tests/strategy/test_auto.py::test_a_run_under_a_limit_of_the_kernel_takes_the_smaller_plan": APART,
     "tests/strategy/test_auto.py::test_layers_of_configure_model_go_where_the_choice_says": APART,
     "tests/strategy/test_compile.py::test_inductor": "inductor makes no code for the device",
